@@ -1,0 +1,324 @@
+"""Frames between the daemon and its own workers: u32 big-endian length + msgpack, one tagged struct each.
+
+Both sides import this module and nothing else of each other. One call is in flight on a channel at a time (the
+reward pool: one per worker); `Progress` frames are its heartbeat. Arrays travel as little-endian bytes: token ids and
+version steps int32, log-probs float32. A frame is at most `MAX_FRAME` bytes, so groups reach the learner one by one.
+"""
+
+from struct import Struct as Packer
+from typing import Literal, TypeAlias
+
+import msgspec
+
+PROTOCOL = 1
+MAX_FRAME = 64 * 1024 * 1024
+HEADER = Packer(">I")
+
+
+class Frame(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Base of all frames; the struct's name is the tag."""
+
+
+# --- both channels -------------------------------------------------------------------------------------------------
+
+
+class Hello(Frame):
+    """Child -> daemon, first frame. `epoch` echoes the one it was started under; `started` is its start time in ticks."""
+
+    protocol: int
+    epoch: int
+    pid: int
+    started: int
+
+
+class Progress(Frame):
+    """Child -> daemon while a call runs: heartbeat and position."""
+
+    phase: str
+    done: int
+    total: int
+
+
+class Fault(Frame):
+    """Child -> daemon instead of a result. `kind` picks the class of errors.py: see `engines/learner.py`."""
+
+    kind: Literal["non_finite", "out_of_memory", "bad_model", "disk_full", "io", "bug"]
+    message: str
+    rollout_ids: list[int] = []
+    trace: str = ""
+
+
+class Shutdown(Frame):
+    """Daemon -> child: end with status 0."""
+
+
+class Done(Frame):
+    """Child -> daemon: a call without a result of its own has ended well."""
+
+
+# --- learner -------------------------------------------------------------------------------------------------------
+
+
+class LearnerSettings(Frame):
+    """What holds for the life of a learner process."""
+
+    dtype: Literal["bfloat16", "float32"]
+    use_peft: bool = False
+    lora_r: int = 16
+    lora_alpha: int = 32
+    lora_dropout: float = 0.0
+    lora_target_modules: list[str] = []
+    gradient_checkpointing: bool = False
+    weight_decay: float = 0.0
+    adam_beta1: float = 0.9
+    adam_beta2: float = 0.999
+    adam_epsilon: float = 1e-8
+    seed: int = 0
+    trust_remote_code: bool = False
+
+
+class Load(Frame):
+    """Load the start model, then the checkpoint over it (weights, optimiser), if any."""
+
+    model_dir: str
+    checkpoint_dir: str | None
+    settings: LearnerSettings
+    threads: int
+
+
+class Loaded(Frame):
+    """`step`: the version now in memory. `numerics`: the redo log's key (versions, CPU flags, attention, optimiser …)."""
+
+    step: int
+    parameters: int
+    trainable: int
+    numerics: dict[str, str]
+
+
+class StepSettings(Frame):
+    """The values in force in one step: recorded before it is learned, replayed as they stand.
+
+    `learning_rates` has one entry per optimiser step (num_iterations x minibatches, in that order). `n_sequences` and
+    `n_tokens` are N and T of algorithms.md per minibatch, counted before skipping, capping and micro-batching.
+    """
+
+    loss_type: str
+    prox_logp_method: Literal["loglinear", "recompute", "metrics", "none"]
+    zero_staleness: Literal["behave", "theta"]
+    epsilon: float
+    epsilon_high: float
+    delta: float | None
+    behave_weight_cap: float | None
+    behave_weight_mode: Literal["token_truncate", "token_mask", "none"]
+    temperature: float
+    max_grad_norm: float
+    learning_rates: list[float]
+    minibatches: int
+    num_iterations: int
+    n_sequences: list[int]
+    n_tokens: list[int]
+    max_completion_length: int
+    beta: float = 0.0
+
+
+class RolloutFrame(Frame):
+    """One rollout for a learner. prompt int32 [P], tokens int32 [T], logps float32 [T], versions int32 [T] (steps).
+
+    `minibatch` and `micro_batch` place it (micro_batch counts inside its minibatch); `skipped`: in N and T, but not
+    forwarded; `masked`: in N and not in T (truncated, under mask_truncated_completions).
+    """
+
+    id: int
+    prompt: bytes
+    tokens: bytes
+    logps: bytes
+    versions: bytes
+    advantage: float
+    minibatch: int
+    micro_batch: int
+    masked: bool = False
+    skipped: bool = False
+
+
+class GroupFrame(Frame):
+    """The rollouts of one group, in the order of k. A step's groups follow its `Learn`, in order of ordinal."""
+
+    ordinal: int
+    rollouts: list[RolloutFrame]
+
+
+class Learn(Frame):
+    """Step `step` from version `version_in`; `groups` GroupFrames follow. `trace`: rollouts whose tokens to report."""
+
+    step: int
+    version_in: int
+    groups: int
+    settings: StepSettings
+    trace: list[int]
+
+
+class Fingerprint(Frame):
+    """What a replay must reproduce: per optimiser step loss, norm, skipped; checksums (hex) over all bits after the step."""
+
+    losses: list[float]
+    grad_norms: list[float]
+    skipped: list[bool]
+    policy: str
+    optimizer: str
+
+
+class TokenTrace(Frame):
+    """What the first pass used per token of a rollout, each [T]: staleness int32; the rest float32.
+
+    policy: log-prob of the current policy at the step's start; prox: proximal log-prob; weight: w after the cap;
+    ratio: r.
+    """
+
+    rollout_id: int
+    staleness: bytes
+    alpha: bytes
+    policy: bytes
+    prox: bytes
+    weight: bytes
+    ratio: bytes
+
+
+class Learned(Frame):
+    """`metrics`: see core/metrics.py for names. `times`: seconds {prox_logp, learn}."""
+
+    step: int
+    fingerprint: Fingerprint
+    metrics: dict[str, float]
+    times: dict[str, float]
+    traces: list[TokenTrace]
+
+
+class Publish(Frame):
+    """Write what the generator shall load into `dir` (a Hugging Face directory: safetensors in `dtype`, config, no tokenizer).
+
+    `noise_seed`: not None makes a *probe*: every tensor moved by 5 % of its own spread. `canary`: token sequences
+    whose log-probs (fp32 compute on the published, rounded tensors; no temperature) come back in `Published.canary`,
+    float32 [len - 1] each.
+    """
+
+    dir: str
+    noise_seed: int | None
+    canary: list[bytes]
+
+
+class Published(Frame):
+    """`changed`: share of published (rounded) elements that differ from the last *non-probe* publication; 1.0 for a first one."""
+
+    step: int
+    changed: float
+    nbytes: int
+    canary: list[bytes]
+
+
+class Checkpoint(Frame):
+    """Write a checkpoint by the protocol of durability.md to `dir` (temporary name, fsyncs, rename are the learner's)."""
+
+    dir: str
+    version_id: int
+    epoch: int
+
+
+class Checkpointed(Frame):
+    """Durable: files, directory and its parent are fsynced. `manifest_sha`: hex of manifest.json."""
+
+    manifest_sha: str
+    nbytes: int
+
+
+class LogProbs(Frame):
+    """Log-probs of stored tokens under the published (rounded) tensors of the weights in memory; `groups` GroupFrames follow."""
+
+    groups: int
+    temperature: float
+
+
+class LogProbsReply(Frame):
+    """rollout id -> float32 [T]."""
+
+    logps: dict[int, bytes]
+
+
+class Export(Frame):
+    """Write a plain Hugging Face directory (adapter merged, dtype of the model, tokenizer copied) to `dir`."""
+
+    dir: str
+
+
+# --- rewards -------------------------------------------------------------------------------------------------------
+
+
+class RewardSetup(Frame):
+    """Prepare a worker: `specs` is the job's [[reward]] list as JSON, `files_dir` holds the carried files under their names."""
+
+    specs: str
+    files_dir: str
+    tokenizer_file: str
+
+
+class RewardReady(Frame):
+    """The rewards' display names, in order."""
+
+    names: list[str]
+
+
+class Score(Frame):
+    """Reward number `reward` of one rollout. prompt: JSON (string or messages); columns: JSON object of the row's extras."""
+
+    rollout_id: int
+    reward: int
+    prompt: str
+    tokens: bytes
+    columns: str
+    truncated: bool
+
+
+class Scored(Frame):
+    """A finite number, or why there is none (`error_kind` as in RewardError.kind). `text`: the decoded completion."""
+
+    rollout_id: int
+    reward: int
+    value: float | None
+    error_kind: str = ""
+    error: str = ""
+    text: str = ""
+
+
+class Decode(Frame):
+    """Token ids int32 -> text, special tokens left out."""
+
+    tokens: list[bytes]
+
+
+class Decoded(Frame):
+    """The texts, in order."""
+
+    texts: list[str]
+
+
+AnyFrame: TypeAlias = (
+    Hello | Progress | Fault | Shutdown | Done
+    | Load | Loaded | Learn | GroupFrame | Learned | Publish | Published | Checkpoint | Checkpointed
+    | LogProbs | LogProbsReply | Export
+    | RewardSetup | RewardReady | Score | Scored | Decode | Decoded
+)
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(AnyFrame)
+
+
+def encode(frame: Frame) -> bytes:
+    """The frame with its length in front. Raises ValueError past MAX_FRAME."""
+    body = _encoder.encode(frame)
+    if len(body) > MAX_FRAME:
+        raise ValueError(f"a {type(frame).__name__} frame of {len(body)} bytes is over the limit of {MAX_FRAME}")
+    return HEADER.pack(len(body)) + body
+
+
+def decode(body: bytes) -> AnyFrame:
+    """One frame from its body. Raises msgspec.DecodeError or msgspec.ValidationError on anything else."""
+    return _decoder.decode(body)
