@@ -2,8 +2,8 @@
 
 `python tests/tiny_model.py DIR [--seed N] [--eos] [--untied] [--dtype float32|bfloat16]`
 
-Deterministic in its arguments. Without --eos no token ends a completion (`eos_token_id` is None); with it,
-`<|im_end|>` (id 2) does. The weights are spread widely enough that next-token distributions are far from uniform and
+Deterministic in its arguments. Without --eos no token ends a completion (neither config nor tokenizer names one);
+with it, `<|im_end|>` (id 2) does. The weights are spread widely enough that next-token distributions are far from uniform and
 differ from context to context. Imports torch and transformers: run it as a subprocess, or from a test.
 """
 
@@ -29,7 +29,7 @@ CHAT_TEMPLATE = (
 )
 
 
-def tiny_tokenizer() -> PreTrainedTokenizerFast:
+def tiny_tokenizer(*, eos: bool) -> PreTrainedTokenizerFast:
     """Byte-level BPE: 4 specials, 256 bytes, and letter pairs up to the vocabulary's size, so every id decodes."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     merges = list(islice(product(PAIR_LETTERS, PAIR_LETTERS), VOCABULARY - len(SPECIALS) - len(alphabet)))
@@ -40,9 +40,9 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         pad_token="<pad>",
-        eos_token="<|im_end|>",
+        eos_token="<|im_end|>" if eos else None,
         unk_token="<unk>",
-        additional_special_tokens=["<|im_start|>"],
+        additional_special_tokens=["<|im_start|>", "<|im_end|>"],
         model_max_length=MAX_POSITIONS,
     )
     fast.chat_template = CHAT_TEMPLATE
@@ -83,7 +83,7 @@ def write_tiny_model(
     directory.mkdir(parents=True, exist_ok=True)
     model = tiny_llama(seed=seed, eos=eos, tied=tied).to(getattr(torch, dtype))
     model.save_pretrained(directory)
-    tiny_tokenizer().save_pretrained(directory)
+    tiny_tokenizer(eos=eos).save_pretrained(directory)
 
 
 def main() -> None:
