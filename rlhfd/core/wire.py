@@ -253,17 +253,31 @@ class Export(Frame):
 
 
 class RewardSetup(Frame):
-    """Prepare a worker: `specs` is the job's [[reward]] list as JSON, `files_dir` holds the carried files under their names."""
+    """Prepare a worker: `specs` is the job's [[reward]] list as JSON, `files_dir` holds the carried files under their names.
+
+    `columns`: the extra columns of every row (None: not known, parameters are then checked row by row). `work_dir`: a
+    private empty directory, the worker's cwd, HOME and TMPDIR; the pool fills it in. `memory_bytes`: private memory
+    that user code may map; 0 is no limit.
+    """
 
     specs: str
     files_dir: str
     tokenizer_file: str
+    columns: list[str] | None = None
+    work_dir: str = ""
+    memory_bytes: int = 4 * 1024**3
 
 
 class RewardReady(Frame):
     """The rewards' display names, in order."""
 
     names: list[str]
+
+
+class RewardsRefused(Frame):
+    """Worker -> pool instead of RewardReady: the job's rewards can't be used as they are written; one sentence says why."""
+
+    message: str
 
 
 class Score(Frame):
@@ -304,7 +318,7 @@ AnyFrame: TypeAlias = (
     Hello | Progress | Fault | Shutdown | Done
     | Load | Loaded | Learn | GroupFrame | Learned | Publish | Published | Checkpoint | Checkpointed
     | LogProbs | LogProbsReply | Export
-    | RewardSetup | RewardReady | Score | Scored | Decode | Decoded
+    | RewardSetup | RewardReady | RewardsRefused | Score | Scored | Decode | Decoded
 )
 
 _encoder = msgspec.msgpack.Encoder()
