@@ -253,7 +253,7 @@ class Export(Frame):
 
 
 class RewardSetup(Frame):
-    """Prepare a worker: `specs` is the job's [[reward]] list as JSON, `files_dir` holds the carried files under their names.
+    """Prepare a worker: `specs` is the job's [[reward]] list as JSON, `files_dir` holds the carried files by name.
 
     `columns`: the extra columns of every row (None: not known, parameters are then checked row by row). `work_dir`: a
     private empty directory, the worker's cwd, HOME and TMPDIR; the pool fills it in. `memory_bytes`: private memory
@@ -275,7 +275,7 @@ class RewardReady(Frame):
 
 
 class RewardsRefused(Frame):
-    """Worker -> pool instead of RewardReady: the job's rewards can't be used as they are written; one sentence says why."""
+    """Worker -> pool instead of RewardReady: the job's rewards can't be used as written; one sentence says why."""
 
     message: str
 
