@@ -1,7 +1,8 @@
 """Every error rlhfd raises on purpose, one tree; `exit_status` is what the CLI ends with.
 
 RlhfdError                     1
-├─ UsageError                 64  unknown id, a transition that the state forbids
+├─ UsageError                 64  a transition that the state forbids, bad usage
+│  └─ UnknownJobError         64  no job has this id
 ├─ StateError                 65  damaged or foreign state
 ├─ NoDaemonError              69
 ├─ StorageError               74  I/O
@@ -34,9 +35,13 @@ class RlhfdError(Exception):
 
 
 class UsageError(RlhfdError):
-    """An unknown id, or a transition that the job's state forbids."""
+    """A transition that the job's state forbids, or a command used wrongly."""
 
     exit_status = 64
+
+
+class UnknownJobError(UsageError):
+    """No job has this id."""
 
 
 class StateError(RlhfdError):
