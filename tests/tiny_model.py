@@ -3,8 +3,8 @@
 `python tests/tiny_model.py DIR [--seed N] [--eos] [--untied] [--dtype float32|bfloat16]`
 
 Deterministic in its arguments. Without --eos no token ends a completion (neither config nor tokenizer names one);
-with it, `<|im_end|>` (id 2) does. The weights are spread widely enough that next-token distributions are far from uniform and
-differ from context to context. Imports torch and transformers: run it as a subprocess, or from a test.
+with it, `<|im_end|>` (id 2) does. The weights are spread widely enough that next-token distributions are far from
+uniform and differ from context to context. Imports torch and transformers: run it as a subprocess, or from a test.
 """
 
 import argparse
