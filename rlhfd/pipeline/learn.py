@@ -1,0 +1,209 @@
+"""The learner's side of the pipeline: load, replay, learn, write publications and checkpoints.
+
+consumes     recorded steps (the redo log), Save actions
+produces     applied steps with their fingerprints, policy versions, publications on disk, checkpoints
+waits for    the learner process: its frames within `learner_silence`, one call at a time
+unblocked by a recorded step
+
+Recovery = newest valid checkpoint + the recorded steps after it. A replayed step must reproduce its fingerprint; where
+it does not, the steps from there on are void and are learned again under new version ids (the redo log, design.md).
+"""
+
+import asyncio
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+import msgspec
+
+from rlhfd.core import crash, wire
+from rlhfd.core.ledger import reproduces
+from rlhfd.core.types import Checkpoint, Step, Version
+from rlhfd.engines.learner import LearnerClient
+from rlhfd.errors import LearnerFault, StateError
+from rlhfd.pipeline.context import Context
+from rlhfd.pipeline.frames import group_frames, learner_settings, threads, tokens_bytes
+from rlhfd.pipeline.samples import describe
+
+PROBE_SEED = 20_231
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Publication:
+    """Weights on disk for the generator. canary: float32 [len - 1] per sequence, as the learner computes them."""
+
+    version: Version
+    dir: Path
+    changed: float
+    canary: tuple[bytes, ...]
+    seconds: float
+
+
+class Learner:
+    """One learner process and what it holds; a dead one is replaced by `start` again, from checkpoint and log."""
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self._client: LearnerClient | None = None
+        self._turn = asyncio.Lock()  # one call at a time: learn, publish, probe, checkpoint
+        self.ready = False
+        self.numerics: dict[str, str] = {}
+        self.version: Version | None = None
+        self.written: Publication | None = None
+        self.in_use: Path | None = None  # the publication that an engine serves or loads
+
+    async def start(self, client: LearnerClient) -> None:
+        """Load the newest checkpoint that verifies, replay the steps after it, write the publication of the result."""
+        async with self._turn:
+            self._client, self.ready = client, False
+            base = await self._load(client)
+            await self._replay(client, base)
+            await self._write()
+            self.ready = True
+
+    def lost(self) -> None:
+        """The process is gone."""
+        self.ready, self._client = False, None
+
+    @property
+    def client(self) -> LearnerClient:
+        """The live process. Raises LearnerFault when there is none."""
+        if self._client is None:
+            raise LearnerFault("the learner is not running")
+        return self._client
+
+    async def _load(self, client: LearnerClient) -> int:
+        context = self._context
+        for checkpoint in await context.store.checkpoints.newest_valid(context.job_id):
+            try:
+                return await self._load_from(client, checkpoint)
+            except LearnerFault as fault:
+                await context.store.checkpoints.mark_bad(checkpoint.id)
+                await context.event("checkpoint_bad", step=checkpoint.step, dir=checkpoint.dir, why=str(fault))
+        return await self._load_from(client, None)
+
+    async def _load_from(self, client: LearnerClient, checkpoint: Checkpoint | None) -> int:
+        context = self._context
+        loaded = await client.load(
+            wire.Load(
+                model_dir=str(context.model_dir),
+                checkpoint_dir=None if checkpoint is None else checkpoint.dir,
+                settings=learner_settings(context),
+                threads=threads(context),
+            )
+        )
+        self.numerics = loaded.numerics
+        return loaded.step
+
+    async def _replay(self, client: LearnerClient, base: int) -> None:
+        """Relearn the applied steps after `base`; at the first that differs, void the rest and go on from there."""
+        context = self._context
+        for step in await context.store.steps.applied_after(context.job_id, base):
+            if step.numerics != self.numerics:
+                await context.event("numerics_changed", step=step.n, was=step.numerics, now=self.numerics)
+            learned = await self._call(client, step, trace=[])
+            recorded = msgspec.convert(step.fingerprint, wire.Fingerprint)
+            if not reproduces(recorded, learned.fingerprint, exact=self.numerics.get("device") == "cpu"):
+                await self._diverged(step, learned)
+                break
+            await context.event("replayed", step=step.n, policy=learned.fingerprint.policy)
+        self.version = await context.store.versions.latest_trained(context.job_id)
+
+    async def _diverged(self, step: Step, learned: wire.Learned) -> None:
+        context = self._context
+        await context.event("replay_diverged", step=step.n, recorded=step.fingerprint, replayed=learned.fingerprint)
+        again = await context.store.steps.void_from(context.job_id, step.n)
+        await self._apply(again[0], learned, {})
+        for later in again[1:]:
+            await self._apply(later, await self._call(self.client, later, trace=[]), {})
+
+    async def learn(self, step: Step, metrics: dict[str, object], traced: Sequence[int]) -> wire.Learned:
+        """Learn a recorded step, apply it, write its publication. `metrics`: the daemon's share of the row."""
+        async with self._turn:
+            learned = await self._call(self.client, step, trace=[*traced])
+            crash.here("learn.answered")
+            await self._apply(step, learned, metrics)
+            crash.here("learn.applied")
+            if step.n < self._context.config.job.max_steps:
+                await self._write()
+            return learned
+
+    async def _call(self, client: LearnerClient, step: Step, trace: list[int]) -> wire.Learned:
+        frames = await group_frames(self._context, step)
+        crash.here("learn.sent")
+        settings = msgspec.convert(step.settings, wire.StepSettings)
+        call = wire.Learn(step=step.n, version_in=step.n - 1, groups=len(frames), settings=settings, trace=trace)
+        return await client.learn(call, frames)
+
+    async def _apply(self, step: Step, learned: wire.Learned, metrics: dict[str, object]) -> None:
+        """One transaction: step applied, fingerprint, new version, groups consumed, samples."""
+        context = self._context
+        row = {**learned.metrics, **metrics, "time": {**learned.times, **cast(dict[str, float], metrics.get("time", {}))}}
+        self.version = await context.store.steps.apply_step(
+            step.id,
+            fingerprint=msgspec.to_builtins(learned.fingerprint),
+            metrics=row,
+            samples=await describe(context, step, learned.traces),
+        )
+
+    async def _write(self) -> None:
+        """Write the publication of the version in memory; earlier ones that no engine needs any more are removed."""
+        version, context = self.version, self._context
+        if version is None:
+            raise StateError(f"job {context.job_id} has no policy version")
+        started = asyncio.get_running_loop().time()
+        target = context.weights_dir / f"v{version.id}"
+        published = await self._publish(target, None)
+        old, self.written = self.written, Publication(
+            version=version,
+            dir=target,
+            changed=published.changed,
+            canary=tuple(published.canary),
+            seconds=asyncio.get_running_loop().time() - started,
+        )
+        keep = {target, self.in_use, None if old is None else old.dir}
+        for path in context.weights_dir.glob("v*"):
+            if path not in keep:
+                shutil.rmtree(path, ignore_errors=True)
+
+    async def probe(self) -> Publication:
+        """A publication with every tensor visibly moved (5 % of its own spread), to show that the engine follows."""
+        async with self._turn:
+            if self.version is None:
+                raise LearnerFault("the learner has loaded nothing to probe with")
+            target = self._context.weights_dir / "probe"
+            published = await self._publish(target, PROBE_SEED)
+            return Publication(
+                version=self.version, dir=target, changed=1.0, canary=tuple(published.canary), seconds=0.0
+            )
+
+    async def _publish(self, target: Path, noise_seed: int | None) -> wire.Published:
+        canary = [tokens_bytes(sequence) for sequence in self._context.canary]
+        return await self.client.publish(wire.Publish(dir=str(target), noise_seed=noise_seed, canary=canary))
+
+    async def save(self) -> None:
+        """Checkpoint by the protocol: files durable first, then the row; then what retention no longer covers goes."""
+        async with self._turn:
+            context, version = self._context, self.version
+            if version is None:
+                raise LearnerFault("the learner has loaded nothing to save")
+            target = context.job_dir / "checkpoints" / str(version.id)
+            row = await context.store.checkpoints.begin(context.job_id, version.id, str(target))
+            crash.here("save.begun")
+            call = wire.Checkpoint(dir=str(target), version_id=version.id, epoch=context.epoch)
+            saved = await self.client.checkpoint(call)
+            crash.here("save.durable")
+            await context.store.checkpoints.commit(row, saved.manifest_sha, saved.nbytes)
+            crash.here("save.committed")
+            await prune(context)
+
+
+async def prune(context: Context) -> None:
+    """Delete checkpoints past `save_total_limit`, in the opposite order of making them, then rollouts they covered."""
+    store = context.store
+    for old in await store.checkpoints.prune(context.job_id, context.config.checkpoint.save_total_limit):
+        await asyncio.to_thread(shutil.rmtree, old.dir, ignore_errors=True)
+        await store.checkpoints.forget(old.id)
+    await store.checkpoints.collect_rollouts(context.job_id, context.config.checkpoint.save_total_limit)

@@ -1,0 +1,63 @@
+"""Rewards of finished rollouts.
+
+consumes     Score actions (a finished rollout)
+produces     scored rollouts, or failed ones: a reward that raises, hangs or returns no number is an event and leaves
+             its rollout out of the group, never a zero
+waits for    the reward pool, within each reward's own timeout
+unblocked by the end of a rollout; the k-th answer makes its group ready
+"""
+
+import asyncio
+from array import array
+
+from rlhfd.core import wire
+from rlhfd.core.plan import Score
+from rlhfd.engines.rewards import RewardPool
+from rlhfd.pipeline.context import Context
+
+
+class Scorer:
+    """Asks every reward for a rollout, all at once, and commits the weighted sum."""
+
+    def __init__(self, context: Context, pool: RewardPool) -> None:
+        self._context = context
+        self._pool = pool
+        self._weights = [reward.weight for reward in context.config.reward]
+
+    async def score(self, action: Score) -> None:
+        """One rollout: all parts and their weighted sum, or failed with the first error."""
+        context, rollout = self._context, action.rollout
+        tokens = await context.store.rollouts.tokens(rollout.id)
+        prompt = context.snapshot.row(action.group.row)
+        calls = [
+            wire.Score(
+                rollout_id=rollout.id,
+                reward=number,
+                prompt=prompt.text,
+                tokens=array("i", tokens).tobytes(),
+                columns=prompt.columns,
+                truncated=rollout.finish == "length",
+            )
+            for number in range(len(self._weights))
+        ]
+        answers = await asyncio.gather(*(self._pool.score(call) for call in calls))
+        failed = next((answer for answer in answers if answer.value is None), None)
+        if failed is not None:
+            await self._fail(action, failed)
+            return
+        parts = {name: answer.value or 0.0 for name, answer in zip(self._pool.names, answers, strict=True)}
+        total = sum(weight * value for weight, value in zip(self._weights, parts.values(), strict=True))
+        await context.store.rollouts.score_rollout(rollout.id, parts=parts, reward=total, text=answers[0].text)
+
+    async def _fail(self, action: Score, answer: wire.Scored) -> None:
+        context, name = self._context, self._pool.names[answer.reward]
+        await context.event(
+            "reward_failed",
+            ordinal=action.group.ordinal,
+            k=action.rollout.k,
+            rollout=action.rollout.id,
+            reward=name,
+            kind=answer.error_kind,
+            error=answer.error,
+        )
+        await context.store.rollouts.fail_rollout(action.rollout.id, f"{name}: {answer.error}")
