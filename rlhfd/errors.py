@@ -14,7 +14,8 @@ RlhfdError                     1
 ├─ RewardError                 1  one reward of one rollout failed; its rollout leaves the group
 ├─ EngineError                 1  a child process: retryable by a restart
 │  ├─ EngineStartError         1  it died, or did not answer, before it was ready
-│  └─ EngineDiedError          1  it died in mid-run
+│  ├─ EngineDiedError          1  it died in mid-run
+│  └─ EngineRequestError       1  it refused one request; a restart would not help
 ├─ LearnerFault                1  the learner answered with a fault
 │  ├─ NonFiniteError           1  NaN or Inf, with the rollouts named
 │  └─ OutOfMemoryError         1
@@ -112,6 +113,12 @@ class EngineStartError(EngineError):
 
 class EngineDiedError(EngineError):
     """The child died in mid-run."""
+
+
+class EngineRequestError(EngineError):
+    """The engine refused one request as it stands (too long, a token it does not know): sent again, it fails again."""
+
+    retryable = False
 
 
 class LearnerFault(RlhfdError):
