@@ -97,11 +97,17 @@ def gpus(nvml: Nvml | None = None) -> list[GpuReading]:
     except nvml.NVMLError as error:
         if getattr(error, "value", None) in NO_NVML:
             return []
-        raise RlhfdError(f"the NVIDIA driver does not answer ({error}); see what `nvidia-smi` says") from error
+        raise _silent(error) from error
     try:
         return [_read(nvml, index) for index in range(nvml.nvmlDeviceGetCount())]
+    except nvml.NVMLError as error:
+        raise _silent(error) from error
     finally:
         nvml.nvmlShutdown()
+
+
+def _silent(error: Exception) -> RlhfdError:
+    return RlhfdError(f"the NVIDIA driver does not answer ({error}); see what `nvidia-smi` says")
 
 
 def recorded(path: Path) -> list[GpuReading]:
