@@ -18,7 +18,7 @@ from rlhfd.core.engine_args import check_engine_args
 from rlhfd.core.types import Epoch, JobId
 from rlhfd.engines.process import Child, ChildSpec, describe_exit, spawn
 from rlhfd.engines.vllm import EngineDeadlines, VllmClient
-from rlhfd.errors import DeadlineError, EngineDiedError, EngineRequestError, EngineStartError
+from rlhfd.errors import DeadlineError, EngineDiedError, EngineError, EngineStartError
 
 VLLM = "vllm.entrypoints.openai.api_server"
 SERVED_NAME = "policy"
@@ -177,12 +177,16 @@ class VllmServer:
                 raise EngineStartError(f"the generator ended ({how}) before it was ready; {self._log_end()}")
             if not answers.done():
                 raise EngineStartError(f"the generator was not ready within {seconds:g} s; {self._log_end()}")
-            answers.result()
-        except (EngineRequestError, DeadlineError) as error:
-            raise EngineStartError(f"the generator failed its first request: {error}; {self._log_end()}") from error
+            await self._first_answer(answers)
         finally:
             ended.cancel()
             answers.cancel()
+
+    async def _first_answer(self, answers: "asyncio.Task[None]") -> None:
+        try:
+            await answers
+        except (EngineError, DeadlineError) as error:
+            raise EngineStartError(f"the generator failed its first request: {error}; {self._log_end()}") from error
 
     async def _answers(self) -> None:
         """Until it is healthy, then one request; whether the process has ended meanwhile is `ready`'s to see."""

@@ -18,6 +18,7 @@ import select
 import signal
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -67,7 +68,8 @@ class Guard:
     def __init__(self, arguments: Arguments) -> None:
         self._arguments = arguments
         self._daemon = os.getppid()
-        self._child = 0
+        self._child = 0  # 0 once it is reaped
+        self._status = 0
         self._wake, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._shared_memory: set[str] = set()
         self._seen_names: set[str] = set()
@@ -80,12 +82,11 @@ class Guard:
         poll = select.poll()
         poll.register(self._arguments.death_fd, select.POLLIN | select.POLLHUP)
         poll.register(self._wake, select.POLLIN)
-        status = None
-        while status is None and not self._daemon_is_gone(poll.poll(int(LOOK_EVERY * 1000))):
-            status = self._reap()
+        while self._child and not self._daemon_is_gone(poll.poll(int(LOOK_EVERY * 1000))):
+            self._reap()
             self._look_for_shared_memory()
         self._end_tree()
-        return 128 + signal.SIGTERM if status is None else status
+        return self._status
 
     def _prepare(self) -> None:
         if os.getsid(0) != os.getpid():
@@ -129,20 +130,14 @@ class Guard:
                 return True
         return os.getppid() != self._daemon
 
-    def _reap(self) -> int | None:
-        """Collect every dead child, adopted orphans too; the status of ours, if it was among them."""
-        result = None
-        while True:
-            try:
-                pid, status = os.waitpid(-1, os.WNOHANG)
-            except ChildProcessError:
-                return result
-            if pid == 0:
-                return result
-            if pid == self._child:
-                self._child = 0
-                code = os.waitstatus_to_exitcode(status)
-                result = 128 - code if code < 0 else code
+    def _reap(self) -> None:
+        """Collect every dead child, adopted orphans too, and the status of ours."""
+        with suppress(ChildProcessError):
+            while (ended := os.waitpid(-1, os.WNOHANG)) != (0, 0):
+                if ended[0] == self._child:
+                    self._child = 0
+                    code = os.waitstatus_to_exitcode(ended[1])
+                    self._status = 128 - code if code < 0 else code
 
     def _look_for_shared_memory(self) -> None:
         """Learn what the tree made while it lives: afterwards nothing says whose a segment was."""
