@@ -1,0 +1,151 @@
+"""The composition root: lock, store, devices, API, jobs, signals; what `rlhfd serve` runs.
+
+READY after lock, migration, recovery of the tables and listening; replay and engine starts are a job's own work.
+"""
+
+import asyncio
+import contextlib
+import json
+import logging
+import logging.handlers
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import uvloop
+
+import rlhfd
+from rlhfd.api import create_app, serve_api
+from rlhfd.config import Settings
+from rlhfd.core import procfs
+from rlhfd.core.placement import Device
+
+from rlhfd.daemon.notify import notify, watchdog_seconds
+from rlhfd.daemon.service import DaemonService
+from rlhfd.daemon.statedir import StateDir
+from rlhfd.daemon.submit import Desk
+from rlhfd.daemon.supervisor import Supervisor
+from rlhfd.devices import inventory
+from rlhfd.engines.process import sweep
+from rlhfd.errors import RlhfdError, StorageError
+from rlhfd.store import Store
+
+log = logging.getLogger("rlhfd")
+STALE_WRITER = 30.0  # seconds after which the watchdog is no longer pinged
+
+
+def main(settings: Settings, state_dir: Path, socket: Path) -> int:
+    """Serve until SIGTERM or SIGINT; the exit status. Ends the process itself, so that no thread can hold it back."""
+    status = 1
+    try:
+        status = uvloop.run(_guarded(settings, state_dir, socket))
+    finally:
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+async def _guarded(settings: Settings, state_dir: Path, socket: Path) -> int:
+    try:
+        await serve(settings, state_dir, socket)
+    except RlhfdError as error:
+        sys.stderr.write(f"rlhfd: {error}\n")
+        return error.exit_status
+    return 0
+
+
+async def serve(settings: Settings, state_dir: Path, socket: Path) -> None:
+    """One epoch, from lock to clean exit."""
+    state = StateDir.take(state_dir)
+    with contextlib.closing(state.lock):
+        _log_to(state_dir / "logs" / "daemon.log")
+        store = await Store.open(state.database)
+        try:
+            await _epoch(settings, state, store, socket)
+        finally:
+            await store.close()
+
+
+async def _epoch(settings: Settings, state: StateDir, store: Store, socket: Path) -> None:
+    boot = procfs.boot_id()
+    stale = await store.children.stale_children(boot)
+    epoch = await store.epochs.begin_epoch(pid=os.getpid(), boot_id=boot, version=rlhfd.__version__)
+    for child in stale:
+        await sweep(child.session_id, child.started)
+        await store.children.forget_child(child)
+    state.clear_leftovers()
+
+    def devices() -> Sequence[Device]:
+        return inventory(settings.cpu_devices, settings.devices)
+
+    supervisor = Supervisor(state=state, store=store, settings=settings, epoch=epoch, inventory=devices)
+    desk = Desk(state=state, store=store, settings=settings, epoch=epoch, devices=devices)
+    service = DaemonService(state=state, store=store, settings=settings, desk=desk, supervisor=supervisor, epoch=epoch)
+    async with serve_api(create_app(service), socket) as api:
+        notify("READY=1", f"STATUS=epoch {epoch}, {len(devices())} devices")
+        log.info("ready", extra={"fields": {"epoch": epoch, "socket": str(socket), "pid": os.getpid()}})
+        await _until_signalled(store, supervisor, api)
+        notify("STOPPING=1")
+        await supervisor.drain()
+    await store.epochs.mark_clean_exit()
+
+
+async def _until_signalled(store: Store, supervisor: Supervisor, api: "asyncio.Task[None]") -> None:
+    """Run the jobs until a signal; a supervisor, API or watchdog that ends by itself is a fault."""
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    tasks = {
+        asyncio.create_task(supervisor.run(), name="supervisor"),
+        asyncio.create_task(_watchdog(store), name="watchdog"),
+    }
+    signalled = asyncio.create_task(stop.wait())
+    done, _ = await asyncio.wait({*tasks, signalled, api}, return_when=asyncio.FIRST_COMPLETED)
+    for task in (*tasks, signalled):
+        task.cancel()
+    await asyncio.gather(*tasks, signalled, return_exceptions=True)
+    for task in done - {signalled}:
+        task.result()
+        raise StorageError(f"the daemon's {task.get_name()} ended by itself")
+
+
+async def _watchdog(store: Store) -> None:
+    """Ping the service manager while the loop and the writer are fresh."""
+    pause = watchdog_seconds()
+    while True:
+        await asyncio.sleep(pause or 3600.0)
+        if pause is not None and store.writer_age() < STALE_WRITER:
+            notify("WATCHDOG=1")
+
+
+class _JsonLines(logging.Formatter):
+    """One JSON object a line."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        fields: dict[str, Any] = {
+            "at": self.formatTime(record, "%Y-%m-%dT%H:%M:%S"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+            **getattr(record, "fields", {}),
+        }
+        if record.exc_info:
+            fields["trace"] = self.formatException(record.exc_info)
+        return json.dumps(fields, default=str)
+
+
+def _log_to(path: Path) -> None:
+    rotated = logging.handlers.RotatingFileHandler(path, maxBytes=16 * 1024 * 1024, backupCount=4)
+    stderr = logging.StreamHandler(sys.stderr)
+    for handler in (rotated, stderr):
+        handler.setFormatter(_JsonLines())
+        log.addHandler(handler)
+    log.setLevel(logging.INFO)
+
+
+

@@ -1,0 +1,23 @@
+"""sd_notify(3) without a library: one datagram to $NOTIFY_SOCKET (the package sdnotify is unmaintained since 2017)."""
+
+import os
+import socket
+
+
+def notify(*lines: str) -> bool:
+    """Tell the service manager, e.g. `READY=1`; False where there is none."""
+    address = os.environ.get("NOTIFY_SOCKET")
+    if not address:
+        return False
+    if address.startswith("@"):
+        address = "\0" + address[1:]
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as manager:
+        manager.connect(address)
+        manager.sendall("\n".join(lines).encode())
+    return True
+
+
+def watchdog_seconds() -> float | None:
+    """How often the manager wants to hear from us (half of its limit), or None."""
+    usec = os.environ.get("WATCHDOG_USEC", "")
+    return int(usec) / 2_000_000 if usec.isdigit() else None

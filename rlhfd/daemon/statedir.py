@@ -1,0 +1,88 @@
+"""The state directory: what lies where, and the lock that keeps a second daemon out.
+
+    rlhfd.db  lock  ballast  backups/  files/<sha256>  prompts/<sha256>/  jobs/<id>/{checkpoints/<version>, logs/}
+"""
+
+import fcntl
+import os
+import shutil
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import Self, TextIO
+
+from rlhfd.core.types import Epoch, JobId
+from rlhfd.errors import AlreadyRunningError, StorageError
+
+SHM = Path("/dev/shm")  # noqa: S108  RAM-backed, for publications; names carry the state directory's hash and the epoch
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StateDir:
+    """Paths below one root; the lock is held while `lock` is open."""
+
+    root: Path
+    lock: TextIO
+
+    @classmethod
+    def take(cls, root: Path) -> Self:
+        """Make it if need be and lock it. Raises AlreadyRunningError, StorageError."""
+        try:
+            root.mkdir(parents=True, exist_ok=True, mode=0o750)
+            for name in ("files", "prompts", "jobs", "logs", "run", "tmp"):
+                (root / name).mkdir(exist_ok=True, mode=0o700 if name == "run" else 0o750)
+            lock = (root / "lock").open("a+")
+        except OSError as error:
+            raise StorageError(f"the state directory {root} can't be used: {error.strerror}; check its owner") from error
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            lock.close()
+            raise AlreadyRunningError(
+                f"another rlhfd daemon uses {root}; stop it, or choose another directory with --state-dir"
+            ) from None
+        return cls(root=root, lock=lock)
+
+    @property
+    def database(self) -> Path:
+        """The one file that only the store opens."""
+        return self.root / "rlhfd.db"
+
+    def file(self, digest: str) -> Path:
+        """A carried file, by its SHA-256."""
+        return self.root / "files" / digest
+
+    def prompts(self, digest: str) -> Path:
+        """A prompt snapshot, by the SHA-256 of its rows."""
+        return self.root / "prompts" / digest
+
+    def job(self, job_id: JobId) -> Path:
+        """Checkpoints and logs of one job."""
+        return self.root / "jobs" / str(job_id)
+
+    def run(self, job_id: JobId) -> Path:
+        """Sockets of one job's engines, mode 0700: an engine with its development endpoints open listens there."""
+        wanted = self.root / "run" / str(job_id)
+        if len(str(wanted)) > 80:  # sun_path is 107 bytes long
+            wanted = Path(os.environ.get("XDG_RUNTIME_DIR", "/tmp")) / f"rlhfd-{self._tag}-{job_id}"  # noqa: S108
+        wanted.mkdir(mode=0o700, parents=True, exist_ok=True)
+        wanted.chmod(0o700)
+        return wanted
+
+    def weights(self, job_id: JobId, epoch: Epoch, needed: int) -> Path:
+        """Where publications go: RAM where three fit, else the state directory."""
+        roomy = SHM.is_dir() and shutil.disk_usage(SHM).free > 3 * needed
+        base = SHM / f"rlhfd-{self._tag}-{epoch}-{job_id}" if roomy else self.job(job_id) / "weights"
+        base.mkdir(mode=0o700, parents=True, exist_ok=True)
+        return base
+
+    def clear_leftovers(self) -> None:
+        """Remove what other epochs left in RAM, sockets and half-made snapshots; call it with the lock held."""
+        for path in (*SHM.glob(f"rlhfd-{self._tag}-*"), *(self.root / "tmp").iterdir(), *(self.root / "run").iterdir()):
+            shutil.rmtree(path, ignore_errors=True)
+        for path in (self.root / "jobs").glob("*/weights"):
+            shutil.rmtree(path, ignore_errors=True)
+
+    @property
+    def _tag(self) -> str:
+        return sha256(str(self.root.resolve()).encode()).hexdigest()[:8]

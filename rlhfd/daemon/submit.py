@@ -1,0 +1,140 @@
+"""A submission: validate what can be known now, inspect model and data, then one row.
+
+    job (plain data) + carried files ─► config ─► known key? ─► inspection (its own process) ─► rewards import ─► COMMIT
+"""
+
+import asyncio
+import json
+import shutil
+import sys
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rlhfd.api.service import SubmitBody
+from rlhfd.config import JobConfig, Settings, parse_job, submit_key
+from rlhfd.core.placement import Device, place
+from rlhfd.core.types import Epoch, Job, JobId
+from rlhfd.daemon.statedir import StateDir
+from rlhfd.engines.process import ChildSpec, spawn
+from rlhfd.errors import DeadlineError, JobFileError
+from rlhfd.pipeline.rewards import reward_pool
+from rlhfd.store import Store
+
+BAD_JOB = 78
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Desk:
+    """Takes submissions."""
+
+    state: StateDir
+    store: Store
+    settings: Settings
+    epoch: Epoch
+    devices: Callable[[], Sequence[Device]]
+
+    async def submit(self, body: SubmitBody) -> tuple[Job, bool]:
+        """The job's row, and whether it is new. Raises JobFileError with the sentence for the user."""
+        config = parse_job(body.spec)
+        for name, digest in body.files.items():
+            if not self.state.file(digest).exists():
+                raise JobFileError(f"the file {name} did not arrive; submit again")
+        key = submit_key(config, body.files)
+        known = None if body.again else await self.store.jobs.by_key(key)
+        if known is not None:
+            return known, False
+        place(wants(config), self.devices(), {})
+        facts = await self._inspect(config, body.files)
+        config = with_steps(config, facts)
+        await self._import_rewards(config, facts)
+        return await self.store.jobs.submit(
+            submit_key=key,
+            name=config.job.name,
+            spec=config.model_dump(mode="json"),
+            facts=facts,
+            max_steps=config.job.max_steps or 0,
+            priority=body.priority,
+            after=None if body.after is None else JobId(body.after),
+            again=body.again,
+        )
+
+    async def _inspect(self, config: JobConfig, files: dict[str, str]) -> dict[str, Any]:
+        """Model facts and prompt snapshot, by a short-lived worker; the snapshot is kept under its hash."""
+        out = self.state.root / "tmp" / f"inspect-{uuid.uuid4().hex}"
+        out.mkdir()
+        try:
+            request = out / "request.json"
+            request.write_text(
+                json.dumps(
+                    {
+                        "job": config.model_dump(mode="json"),
+                        "files": {name: str(self.state.file(digest)) for name, digest in files.items()},
+                        "out_dir": str(out),
+                        "cache_dir": str(self.settings.cache_dir),
+                        "allow_download": self.settings.allow_download,
+                        "allow_remote_code": self.settings.allow_remote_code,
+                    }
+                )
+            )
+            await self._run_inspection(request, out)
+            facts = json.loads((out / "facts.json").read_text())
+            kept = self.state.prompts(facts["prompts"]["sha256"])
+            if not kept.exists():
+                await asyncio.to_thread(out.rename, kept)
+            return {**facts, "files": files}
+        finally:
+            shutil.rmtree(out, ignore_errors=True)
+
+    async def _run_inspection(self, request: Path, out: Path) -> None:
+        child = await spawn(
+            ChildSpec(
+                role="inspect",
+                job_id=None,
+                attempt=0,
+                epoch=self.epoch,
+                argv=(sys.executable, "-m", "rlhfd.workers.inspect", str(request)),
+                env={"HF_HUB_OFFLINE": "0", "TRANSFORMERS_OFFLINE": "0", "HF_DATASETS_OFFLINE": "0"}
+                if self.settings.allow_download
+                else {},
+                log_path=out / "inspect.log",
+            )
+        )
+        limit = self.settings.deadlines.inspect
+        try:
+            async with asyncio.timeout(limit):
+                status = await child.wait()
+        except TimeoutError:
+            raise DeadlineError(f"the inspection of model and data did not end within {limit:.0f} s") from None
+        finally:
+            await child.terminate(grace=1.0)
+        if status == BAD_JOB:
+            raise JobFileError(json.loads((out / "error.json").read_text())["error"])
+        if status != 0:
+            raise JobFileError(f"the inspection of model and data failed with status {status}: {child.tail(5)}")
+
+    async def _import_rewards(self, config: JobConfig, facts: dict[str, Any]) -> None:
+        """Start one reward worker, so that a file that does not import is refused now and not in a week."""
+        log = self.state.root / "logs" / "submit-rewards.log"
+        pool = reward_pool(config, facts, self.state, self.epoch, log_path=log, size=1)
+        try:
+            await pool.start()
+        finally:
+            await pool.close()
+
+
+def wants(config: JobConfig) -> dict[str, int | str]:
+    """Role -> number of devices, or "share:<role>"."""
+    return {"generator": config.resources.generator, "learner": config.resources.learner}
+
+
+def with_steps(config: JobConfig, facts: dict[str, Any]) -> JobConfig:
+    """`num_train_epochs` turned into steps, now that the number of prompts is known."""
+    if config.job.max_steps is not None:
+        return config
+    rows = facts["prompts"]["rows"]
+    epochs = config.job.num_train_epochs or 1.0
+    steps = max(1, round(rows * epochs / config.rollout.groups_per_step))
+    return config.model_copy(update={"job": config.job.model_copy(update={"max_steps": steps})})

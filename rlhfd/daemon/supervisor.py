@@ -1,0 +1,208 @@
+"""Which job runs where: the queue, the leases, one JobRun per running job.
+
+consumes     jobs that want to run (queued, or `running` under an older epoch: those go on by themselves)
+produces     claims, leases, final states with their reasons
+waits for    a submission, the end of a run, or `RECHECK` seconds (a GPU that others used may be free by now)
+unblocked by `poke`
+
+FIFO within a priority; a failed job frees its devices and the queue goes on.
+"""
+
+import asyncio
+import logging
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from rlhfd.config import Settings
+from rlhfd.core.placement import Device, Lease, Wait, place
+from rlhfd.core.types import Desired, Epoch, Job, JobId, JobState
+from rlhfd.daemon.context import make_context
+from rlhfd.daemon.statedir import StateDir
+from rlhfd.daemon.submit import wants
+from rlhfd.errors import DiskFullError, JobFileError, RlhfdError, UsageError
+from rlhfd.pipeline.crew import Crew
+from rlhfd.pipeline.rewards import reward_pool
+from rlhfd.pipeline.run import JobRun, Stop, rules_of
+from rlhfd.store import Store
+
+RECHECK = 15.0
+log = logging.getLogger("rlhfd.jobs")
+
+
+@dataclass(kw_only=True, slots=True)
+class Running:
+    """A job that holds devices. `run` is None while its parts are put together."""
+
+    lease: Lease
+    task: "asyncio.Task[None]"
+    run: JobRun | None = None
+
+
+class Supervisor:
+    """Owns the device leases of this daemon."""
+
+    def __init__(
+        self,
+        *,
+        state: StateDir,
+        store: Store,
+        settings: Settings,
+        epoch: Epoch,
+        inventory: Callable[[], Sequence[Device]],
+    ) -> None:
+        self._state = state
+        self._store = store
+        self._settings = settings
+        self._epoch = epoch
+        self._inventory = inventory
+        self._running: dict[JobId, Running] = {}
+        self._borrowed: dict[str, str] = {}
+        self._wake = asyncio.Event()
+        self._stopping = False
+
+    def poke(self) -> None:
+        """Look at the queue again."""
+        self._wake.set()
+
+    def phase(self, job_id: JobId) -> str | None:
+        """What a running job is waiting for, in words."""
+        running = self._running.get(job_id)
+        return None if running is None else "starting" if running.run is None else running.run.phase
+
+    def devices(self, job_id: JobId) -> list[str]:
+        """Device ids that a running job holds."""
+        running = self._running.get(job_id)
+        return [] if running is None else list(running.lease.ids)
+
+    async def run(self) -> None:
+        """Until cancelled: fill the devices, wait for news."""
+        while True:
+            self._wake.clear()
+            if not self._stopping:
+                await self._fill()
+            try:
+                async with asyncio.timeout(RECHECK):
+                    await self._wake.wait()
+            except TimeoutError:
+                continue
+
+    async def drain(self) -> None:
+        """The daemon goes: every run commits its partials and saves; its job stays `running`."""
+        self._stopping = True
+        for running in self._running.values():
+            if running.run is not None:
+                running.run.ask(Stop.DRAIN)
+            else:
+                running.task.cancel()
+        await asyncio.gather(*(running.task for running in self._running.values()), return_exceptions=True)
+
+    async def stop(self, job_id: JobId, stop: Stop) -> bool:
+        """Ask a running job to pause or cancel; False where it does not run here."""
+        running = self._running.get(job_id)
+        if running is None:
+            return False
+        if running.run is None:
+            running.task.cancel()
+        else:
+            running.run.ask(stop)
+        await asyncio.wait({running.task})
+        return True
+
+    def borrow(self, count: int, holder: str) -> tuple[Device, ...]:
+        """Devices for a short task (audit, export). Raises UsageError while none is free."""
+        found = place({"learner": count}, self._inventory(), self._leased())
+        if isinstance(found, Wait):
+            raise UsageError(f"no device is free for the {holder}: {found.reason}; wait, or pause the job that has it")
+        for device in found.ids:
+            self._borrowed[device] = holder
+        return found.devices["learner"]
+
+    def give_back(self, devices: Sequence[Device]) -> None:
+        """End of the short task."""
+        for device in devices:
+            self._borrowed.pop(device.id, None)
+        self.poke()
+
+    def _leased(self) -> dict[str, str]:
+        held = {device: f"job {job_id}" for job_id, running in self._running.items() for device in running.lease.ids}
+        return held | self._borrowed
+
+    async def _fill(self) -> None:
+        for job in await self._store.jobs.queue(self._epoch):
+            if job.id in self._running:
+                continue
+            if job.idle_attempts >= self._settings.retries and job.state is JobState.RUNNING:
+                await self._fail(job.id, f"{job.idle_attempts} attempts without an applied step; see rlhfd logs {job.id}")
+                continue
+            await self._try(job)
+
+    async def _try(self, job: Job) -> None:
+        try:
+            found = place(wants(self._config(job)), self._inventory(), self._leased())
+        except JobFileError as error:
+            await self._fail(job.id, str(error))
+            return
+        if isinstance(found, Wait):
+            if job.reason != found.reason:
+                await self._store.jobs.set_reason(job.id, found.reason)
+            return
+        claimed = await self._store.jobs.claim(job.id, self._epoch)
+        task = asyncio.create_task(self._attempt(claimed, found), name=f"job {job.id}")
+        self._running[job.id] = Running(lease=found, task=task)
+
+    def _config(self, job: Job):  # noqa: ANN202
+        from rlhfd.config import parse_job
+
+        return parse_job(job.spec)
+
+    async def _attempt(self, job: Job, lease: Lease) -> None:
+        """One attempt from claim to final state; the only place where any exception is caught."""
+        try:
+            ended = await self._run(job, lease)
+        except asyncio.CancelledError:
+            if self._stopping:
+                raise
+            ended = Stop.CANCEL if (await self._store.jobs.job(job.id)).desired is Desired.CANCEL else Stop.PAUSE
+        except DiskFullError as error:
+            await self._store.jobs.pause(job.id, f"{error}; make room, then: rlhfd resume {job.id}")
+            ended = Stop.DRAIN
+        except RlhfdError as error:
+            await self._fail(job.id, str(error))
+            ended = Stop.DRAIN
+        except Exception as error:  # the supervisor: a bug in one job must not end the others
+            log.exception("job %d", job.id)
+            await self._fail(job.id, f"rlhfd has a bug: {type(error).__name__}: {error}; see logs/daemon.log")
+            ended = Stop.DRAIN
+        finally:
+            self._running.pop(job.id, None)
+            self.poke()
+        await self._settle(job.id, ended)
+
+    async def _run(self, job: Job, lease: Lease) -> Stop | None:
+        config = self._config(job)
+        context = make_context(job, config, lease, self._state, self._store, self._settings, self._epoch)
+        await context.event("started", attempt=job.attempt, devices=list(lease.ids))
+        pool = reward_pool(config, job.facts, self._state, self._epoch, log_path=context.log_path("rewards"))
+        run = JobRun(context, rules_of(context), Crew(context, pool))
+        self._running[job.id].run = run
+        try:
+            return await run.run()
+        finally:
+            await asyncio.to_thread(shutil.rmtree, context.weights_dir, ignore_errors=True)
+
+    async def _settle(self, job_id: JobId, ended: Stop | None) -> None:
+        match ended:
+            case None:
+                await self._store.jobs.finish(job_id)
+            case Stop.PAUSE:
+                await self._store.jobs.pause(job_id, "paused by its owner")
+            case Stop.CANCEL:
+                await self._store.jobs.cancel(job_id, "cancelled by its owner")
+                await self._store.jobs.cancel_dependents(job_id)
+            case Stop.DRAIN:
+                return
+
+    async def _fail(self, job_id: JobId, reason: str) -> None:
+        await self._store.jobs.fail(job_id, reason)
+        await self._store.jobs.cancel_dependents(job_id)
