@@ -21,24 +21,27 @@ from pydantic import BaseModel, Field, ValidationError
 from pydantic_core import ErrorDetails
 
 from rlhfd.config_keys import later_value, refused_key
+from rlhfd.config_rewards import (
+    AnyReward,
+    Count,
+    FunctionReward,
+    MathReward,
+    ReasoningGymReward,
+    RegexReward,
+    Section,
+    Table,
+    Whole,
+)
 from rlhfd.config_schema import (
     CARRIED_SOURCES,
     SHARE_GENERATOR,
     AlgorithmSection,
-    AnyReward,
-    Count,
-    FunctionReward,
+    DataSection,
     JobConfig,
     LearnerSection,
-    MathReward,
     ModelSection,
-    ReasoningGymReward,
-    RegexReward,
     ResourcesSection,
     RolloutSection,
-    Section,
-    Table,
-    Whole,
 )
 from rlhfd.errors import JobFileError
 
@@ -46,6 +49,7 @@ __all__ = [
     "SHARE_GENERATOR",
     "AlgorithmSection",
     "AnyReward",
+    "DataSection",
     "Deadlines",
     "FunctionReward",
     "JobConfig",
@@ -80,6 +84,7 @@ SENTENCES = {
     "union_tag_invalid": '{key}.type = "{tag}" is not known: give {expected_tags}',
     "extra_forbidden": "{key} is no key here: remove it",
     "string_too_short": "{key} = {value} is empty: fill it in or remove it",
+    "too_long": "{key} = {value} holds too much: give at most {max_length}",
     "too_short": "{key} = {value} is empty: give at least one",
     "string_pattern_mismatch": "{key} = {value} has not the form {pattern}: mend it",
     "finite_number": "{key} = {value} is not finite: give a finite number",
@@ -94,33 +99,33 @@ TYPES = {"int": "a whole number", "float": "a number", "bool": "true or false", 
 class Deadlines(Section):
     """Seconds after which a wait is an error that names what it waited for."""
 
-    engine_start: float = Field(600.0, gt=0, description="a generator, until it is healthy")
-    first_token: float = Field(120.0, gt=0, description="a request, until its first event")
-    event_gap: float = Field(60.0, gt=0, description="between two events of a stream")
-    pause: float = Field(60.0, gt=0, description="pausing the engine, loading weights")
+    engine_start: float = Field(default=600.0, gt=0, description="a generator, until it is healthy")
+    first_token: float = Field(default=120.0, gt=0, description="a request, until its first event")
+    event_gap: float = Field(default=60.0, gt=0, description="between two events of a stream")
+    pause: float = Field(default=60.0, gt=0, description="pausing the engine, loading weights")
     publish_patience: float = Field(
-        60.0, gt=0, description="new weights, until every rollout in flight has gained a row"
+        default=60.0, gt=0, description="new weights, until every rollout in flight has gained a row"
     )
-    score: float = Field(60.0, gt=0, description="a reward model's answer")
-    learner_silence: float = Field(300.0, gt=0, description="between two frames of a busy learner")
-    canary: float = Field(30.0, gt=0, description="one canary of the published weights")
-    stall: float = Field(600.0, gt=0, description="a job in which nothing moves at all")
-    drain: float = Field(120.0, gt=0, description="a pause or a stop, until its checkpoint is written")
+    score: float = Field(default=60.0, gt=0, description="a reward model's answer")
+    learner_silence: float = Field(default=300.0, gt=0, description="between two frames of a busy learner")
+    canary: float = Field(default=30.0, gt=0, description="one canary of the published weights")
+    stall: float = Field(default=600.0, gt=0, description="a job in which nothing moves at all")
+    drain: float = Field(default=120.0, gt=0, description="a pause or a stop, until its checkpoint is written")
 
 
 class Settings(Section):
     """The daemon's own settings: /etc/rlhfd/config.toml, else $XDG_CONFIG_HOME/rlhfd/config.toml, else --config."""
 
-    state_dir: str | None = Field(None, min_length=1, description="where everything durable lives")
-    socket: str | None = Field(None, min_length=1, description="where clients connect")
-    devices: tuple[str, ...] | None = Field(None, strict=False, description="GPU UUIDs to use; default: all")
+    state_dir: str | None = Field(default=None, min_length=1, description="where everything durable lives")
+    socket: str | None = Field(default=None, min_length=1, description="where clients connect")
+    devices: tuple[str, ...] | None = Field(default=None, strict=False, description="GPU UUIDs to use; default: all")
     cpu_devices: tuple[tuple[Whole, ...], ...] | None = Field(
-        None, strict=False, description="core sets that stand for devices where there is no GPU"
+        default=None, strict=False, description="core sets that stand for devices where there is no GPU"
     )
-    allow_remote_code: bool = Field(False, description="whether a job may ask for trust_remote_code")
-    allow_download: bool = Field(False, description="whether a job may ask for allow_download")
-    retries: Count = Field(3, description="daemon attempts of a job without an applied step between them")
-    deadlines: Deadlines = Field(default_factory=lambda: Deadlines.model_validate({}))
+    allow_remote_code: bool = Field(default=False, description="whether a job may ask for trust_remote_code")
+    allow_download: bool = Field(default=False, description="whether a job may ask for allow_download")
+    retries: Count = Field(default=3, description="daemon attempts of a job without an applied step between them")
+    deadlines: Deadlines = Deadlines()
 
 
 # --- parsing -------------------------------------------------------------------------------------------------------
@@ -235,7 +240,7 @@ def load_settings(environ: Mapping[str, str], config: Path | None = None) -> Set
     home = Path(environ.get("XDG_CONFIG_HOME") or Path(environ.get("HOME", "/")) / ".config")
     path = config or next((p for p in (SYSTEM_SETTINGS, home / "rlhfd/config.toml") if p.is_file()), None)
     if path is None:
-        return Settings.model_validate({})
+        return Settings()
     data = _read_toml(path)
     try:
         return _validated(Settings, data)

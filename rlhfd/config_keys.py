@@ -5,7 +5,7 @@ Tables first, then the one function that picks the sentence. Paths are dotted: `
 
 from collections.abc import Collection, Mapping
 from difflib import get_close_matches
-from typing import Final
+from typing import Final, cast
 
 SAMPLING: Final = frozenset(
     (
@@ -64,6 +64,7 @@ LATER_VALUES: Final[Mapping[str, Mapping[str, str]]] = {
     "rollout.on_stale": {"drop": 'use "wait"'},
     "algorithm.loss_type": dict.fromkeys(("dr_grpo", "rloo", "gspo", "ppo"), 'use "dapo" or "grpo"'),
     "algorithm.prox_logp_method": {"metrics": 'use "loglinear", "recompute" or "none"'},
+    "report.to": dict.fromkeys(("tensorboard", "wandb", "trackio", "prometheus"), "remove it and use rlhfd metrics"),
     "reward.type": dict.fromkeys(("model", "http", "judge"), 'use "function", "regex", "math" or "reasoning_gym"'),
 }
 """Values that are designed and not built, with what to use instead."""
@@ -240,6 +241,8 @@ def refused_key(path: str, known: Collection[str]) -> str:
 
 def later_value(path: str, value: object) -> str | None:
     """The sentence for a value that is designed and not built, or None."""
+    if isinstance(value, list) and value:
+        value = cast("list[object]", value)[0]
     instead = LATER_VALUES.get(path, {}).get(value) if isinstance(value, str) else None
     return None if instead is None else f'{path} = "{value}" comes with a later release: {instead}'
 

@@ -6,41 +6,35 @@ The names are TRL's where TRL has one. Descriptions become the reference in docs
 
 import json
 import re
-from typing import Annotated, Any, Literal, Self, TypeAlias, cast
+from typing import Annotated, Any, Literal, Self, cast
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from rlhfd.config_keys import refused_engine_arg
+from rlhfd.config_rewards import AnyReward, Count, Section, Table, Whole
 
-Count: TypeAlias = Annotated[int, Field(ge=1, le=10**9)]
-Whole: TypeAlias = Annotated[int, Field(ge=0, le=10**9)]
-Table: TypeAlias = dict[str, Any]
 SOURCES = ("jsonl", "parquet", "hf", "reasoning_gym")
 CARRIED_SOURCES = ("jsonl", "parquet")
 SHARE_GENERATOR = "share:generator"
 
 
-class Section(BaseModel):
-    """A table of the job file: frozen, strict types, no unknown keys."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
-
-
 class JobSection(Section):
     """What the run is called and how long it goes."""
 
-    name: str = Field("job", description="default: the job file's name")
-    seed: int = Field(42, ge=0, lt=2**63, description="every random choice derives from it")
-    max_steps: Whole = Field(0, description="learner steps; 0: num_train_epochs says how many")
-    num_train_epochs: float | None = Field(None, gt=0, description="passes over the data; default 1 without max_steps")
+    name: str = Field(default="job", description="default: the job file's name")
+    seed: int = Field(default=42, ge=0, lt=2**63, description="every random choice derives from it")
+    max_steps: Whole = Field(default=0, description="learner steps; 0: num_train_epochs says how many")
+    num_train_epochs: float | None = Field(
+        default=None, gt=0, description="passes over the data; default 1 without max_steps"
+    )
 
     @field_validator("name")
     @classmethod
     def _plain_name(cls, name: str) -> str:
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", name):
             raise ValueError(
-                f"job.name = {json.dumps(name)} is no plain name: start with a letter or digit and use letters, digits, "
-                '".", "_" and "-", at most 64'
+                f"job.name = {json.dumps(name)} is no plain name: use letters, digits, "
+                '".", "_" and "-" (at most 64), a letter or digit first'
             )
         return name
 
@@ -54,15 +48,19 @@ class JobSection(Section):
 class ModelSection(Section):
     """The start model."""
 
-    model_name_or_path: str = Field(
-        min_length=1, description="a local directory, a Hugging Face id, or `smollm2-135m-instruct` (extra `demo`)"
+    model_name_or_path: str = Field(min_length=1, description="a directory, a Hugging Face id, `smollm2-135m-instruct`")
+    dtype: Literal["bfloat16", "float32"] = Field(
+        default="bfloat16", description="compute; master weights stay float32"
     )
-    dtype: Literal["bfloat16", "float32"] = Field("bfloat16", description="compute; master weights stay float32")
-    max_model_len: Count | None = Field(None, description="tokens, prompt and completion; default: the model's own")
+    max_model_len: Count | None = Field(
+        default=None, description="tokens, prompt and completion; default: the model's own"
+    )
     trust_remote_code: bool = Field(
-        False, description="take a model with code or pickles; the daemon must allow it too"
+        default=False, description="take a model with code or pickles; the daemon must allow it too"
     )
-    allow_download: bool = Field(False, description="fetch the id from the hub at submit; the daemon must allow it too")
+    allow_download: bool = Field(
+        default=False, description="fetch the id from the hub at submit; the daemon must allow it too"
+    )
 
 
 class DataSection(Section):
@@ -72,16 +70,20 @@ class DataSection(Section):
     source_args: Table = Field(
         default_factory=dict, description="of reasoning_gym: size, seed, …; of hf: name, revision"
     )
-    prompt_column: str = Field("prompt", min_length=1, description="a string or a list of chat messages")
-    system_prompt: str | None = Field(None, min_length=1, description="put in front where the messages have none")
-    apply_chat_template: bool = Field(
-        True, description="wrap a plain string as one user message, if there is a template"
+    prompt_column: str = Field(default="prompt", min_length=1, description="a string or a list of chat messages")
+    system_prompt: str | None = Field(
+        default=None, min_length=1, description="put in front where the messages have none"
     )
-    split: str = Field("train", min_length=1, description="of a Hugging Face data set")
-    shuffle: bool = Field(True, description="a seeded order, another one each epoch")
-    on_long_prompt: Literal["error", "skip"] = Field("error", description="a prompt that leaves no room to complete it")
+    apply_chat_template: bool = Field(
+        default=True, description="wrap a plain string as one user message, if there is a template"
+    )
+    split: str = Field(default="train", min_length=1, description="of a Hugging Face data set")
+    shuffle: bool = Field(default=True, description="a seeded order, another one each epoch")
+    on_long_prompt: Literal["error", "skip"] = Field(
+        default="error", description="a prompt that leaves no room to complete it"
+    )
     allow_download: bool = Field(
-        False, description="fetch the data from the hub at submit; the daemon must allow it too"
+        default=False, description="fetch the data from the hub at submit; the daemon must allow it too"
     )
 
     @property
@@ -108,108 +110,26 @@ class DataSection(Section):
         return self
 
 
-class Reward(Section):
-    """What all rewards share."""
-
-    name: str | None = Field(
-        None, min_length=1, description="in metrics and samples; default: the function or the type"
-    )
-    weight: float = Field(1.0, description="the reward is the weighted sum")
-    timeout: float = Field(10.0, gt=0, description="seconds; running out is an error event, never a zero")
-
-    @property
-    def label(self) -> str:
-        """Its name in metrics and samples."""
-        return self.name or str(getattr(self, "path", getattr(self, "type", ""))).rpartition(":")[2]
-
-
-class FunctionReward(Reward):
-    """A Python function of your own; the file is copied at submit."""
-
-    type: Literal["function"]
-    path: str = Field(description="`FILE.py:FUNCTION`")
-    file: str = Field("", description="filled in: the name under which the file travels")
-
-    @field_validator("path")
-    @classmethod
-    def _names_a_function(cls, path: str) -> str:
-        if not re.fullmatch(r".+\.py:[A-Za-z_]\w*", path):
-            raise ValueError(f"reward.path = {json.dumps(path)} names no function: write FILE.py:FUNCTION")
-        return path
-
-    @model_validator(mode="before")
-    @classmethod
-    def _file_of_path(cls, data: Any) -> Any:
-        if not isinstance(data, dict):
-            return data
-        table = cast("Table", data)
-        return {**table, "file": str(table.get("path", "")).rpartition(":")[0]}
-
-
-class RegexReward(Reward):
-    """`value` where the pattern matches (and says what the answer column says, if one is named), else `otherwise`."""
-
-    type: Literal["regex"]
-    pattern: str = Field(min_length=1, description="Python's re, searched in the completion")
-    full_match: bool = Field(False, description="the whole completion must match")
-    value: float = Field(1.0, description="for a match")
-    otherwise: float = Field(0.0, description="for none")
-    answer_column: str | None = Field(None, min_length=1, description="what the last match's group must equal")
-    group: int | str | None = Field(None, description="that group; default the first, or the whole match without one")
-
-    @model_validator(mode="after")
-    def _pattern_compiles(self) -> Self:
-        try:
-            compiled = re.compile(self.pattern)
-        except (re.error, RecursionError, OverflowError) as error:
-            raise ValueError(
-                f"reward.pattern = {json.dumps(self.pattern)} is no regular expression ({error})"
-            ) from error
-        if self.group is not None and self.group not in {*compiled.groupindex, *range(compiled.groups + 1)}:
-            raise ValueError(f"reward.group = {json.dumps(self.group)} is no group of {json.dumps(self.pattern)}")
-        return self
-
-
-class MathReward(Reward):
-    """1 where the completion's final answer is mathematically equal to the answer column, else 0."""
-
-    type: Literal["math"]
-    answer_column: str = Field("answer", min_length=1, description="the column with the true answer")
-
-
-class ReasoningGymReward(Reward):
-    """The scorer of the reasoning-gym task that the prompt came from."""
-
-    type: Literal["reasoning_gym"]
-    dataset: str | None = Field(None, min_length=1, description="the task; default: what the row's metadata says")
-    answer_column: str = Field("answer", min_length=1, description="the column with the true answer")
-    metadata_column: str = Field("metadata", min_length=1, description="the column with reasoning-gym's metadata")
-    answer_tag: str | None = Field(None, min_length=1, description="count only what stands in this tag")
-
-
-AnyReward: TypeAlias = Annotated[
-    FunctionReward | RegexReward | MathReward | ReasoningGymReward, Field(discriminator="type")
-]
-
-
 class RolloutSection(Section):
     """How completions are sampled, and how far generation may run ahead of learning."""
 
-    groups_per_step: Count = Field(8, description="B, prompts per learner step")
-    num_generations: int = Field(8, ge=2, le=4096, description="completions per prompt")
-    max_completion_length: Count = Field(256, description="tokens")
-    temperature: float = Field(1.0, gt=0, le=100, description="the only sampling parameter")
+    groups_per_step: Count = Field(default=8, description="B, prompts per learner step")
+    num_generations: int = Field(default=8, ge=2, le=4096, description="completions per prompt")
+    max_completion_length: Count = Field(default=256, description="tokens")
+    temperature: float = Field(default=1.0, gt=0, le=100, description="the only sampling parameter")
     max_staleness: Whole = Field(
-        4, description="K, steps that a token may lag behind the version it trains; 0: synchronous"
+        default=4, description="K, steps that a token may lag behind the version it trains; 0: synchronous"
     )
-    overcommit: Whole = Field(2, description="Δ, groups generated beyond B; default 0 where max_staleness is 0")
-    overlap_learning: bool = Field(True, description="generation goes on while the learner works")
+    overcommit: Whole = Field(default=2, description="Δ, groups generated beyond B; default 0 where max_staleness is 0")
+    overlap_learning: bool = Field(default=True, description="generation goes on while the learner works")
     batch_order: Literal["first_complete", "fifo"] = Field(
-        "first_complete", description="fifo: the same batches always"
+        default="first_complete", description="fifo: the same batches always"
     )
-    weight_update: Literal["abort"] = Field("abort", description="new weights resend what is in flight")
-    on_stale: Literal["wait"] = Field("wait", description="the learner waits rather than drop stale groups")
-    stop_token_ids: tuple[Whole, ...] = Field((), strict=False, description="end a completion, beside the model's own")
+    weight_update: Literal["abort"] = Field(default="abort", description="new weights resend what is in flight")
+    on_stale: Literal["wait"] = Field(default="wait", description="the learner waits rather than drop stale groups")
+    stop_token_ids: tuple[Whole, ...] = Field(
+        default=(), strict=False, description="end a completion, beside the model's own"
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -232,29 +152,37 @@ class RolloutSection(Section):
 class AlgorithmSection(Section):
     """Loss, proximal policy and advantages."""
 
-    loss_type: Literal["dapo", "grpo"] = Field("dapo", description="dapo: mean over tokens; grpo: over sequences")
+    loss_type: Literal["dapo", "grpo"] = Field(
+        default="dapo", description="dapo: mean over tokens; grpo: over sequences"
+    )
     use_decoupled_loss: bool = Field(
-        True, description="separate behaviour and proximal policy; default as prox_logp_method"
+        default=True, description="separate behaviour and proximal policy; default as prox_logp_method"
     )
     prox_logp_method: Literal["loglinear", "recompute", "none"] = Field(
-        "loglinear",
+        default="loglinear",
         description="loglinear: A-3PO, no extra forward pass; recompute: one forward pass at the step's start",
     )
-    zero_staleness: Literal["behave", "theta"] = Field("behave", description="the proximal policy of fresh tokens")
-    epsilon: float = Field(0.2, gt=0, lt=1, description="clip range below 1")
-    epsilon_high: float | None = Field(None, gt=0, description="clip range above 1; default: epsilon")
+    zero_staleness: Literal["behave", "theta"] = Field(
+        default="behave", description="the proximal policy of fresh tokens"
+    )
+    epsilon: float = Field(default=0.2, gt=0, lt=1, description="clip range below 1")
+    epsilon_high: float | None = Field(default=None, gt=0, description="clip range above 1; default: epsilon")
     delta: float | None = Field(
-        None, gt=1, description="upper bound of the whole ratio where the advantage is negative"
+        default=None, gt=1, description="upper bound of the whole ratio where the advantage is negative"
     )
-    behave_weight_cap: float = Field(5.0, gt=1, description="cap of the behaviour weight")
+    behave_weight_cap: float = Field(default=5.0, gt=1, description="cap of the behaviour weight")
     behave_weight_mode: Literal["token_truncate", "token_mask", "none"] = Field(
-        "token_truncate", description="what the cap does to a token beyond it"
+        default="token_truncate", description="what the cap does to a token beyond it"
     )
-    scale_rewards: Literal["group", "batch", "none"] = Field("group", description="whose deviation divides advantages")
-    mask_truncated_completions: bool = Field(False, description="keep completions cut by length out of the loss")
-    num_iterations: Count = Field(1, description="passes over a step's data")
-    minibatches: Count = Field(1, description="optimiser steps per pass, each over whole groups")
-    beta: float = Field(0.0, ge=0, description="KL to the start model; only 0 for now")
+    scale_rewards: Literal["group", "batch", "none"] = Field(
+        default="group", description="whose deviation divides advantages"
+    )
+    mask_truncated_completions: bool = Field(
+        default=False, description="keep completions cut by length out of the loss"
+    )
+    num_iterations: Count = Field(default=1, description="passes over a step's data")
+    minibatches: Count = Field(default=1, description="optimiser steps per pass, each over whole groups")
+    beta: float = Field(default=0.0, ge=0, description="KL to the start model; only 0 for now")
 
     @model_validator(mode="before")
     @classmethod
@@ -282,23 +210,25 @@ class AlgorithmSection(Section):
 class LearnerSection(Section):
     """The optimiser and what it trains."""
 
-    learning_rate: float = Field(1e-6, gt=0, le=1, description="peak")
+    learning_rate: float = Field(default=1e-6, gt=0, le=1, description="peak")
     lr_scheduler_type: Literal["constant", "linear", "cosine", "constant_with_warmup"] = Field(
-        "constant", description="linear and cosine fall to 0 at the last step"
+        default="constant", description="linear and cosine fall to 0 at the last step"
     )
-    warmup_steps: Whole = Field(0, description="steps over which the rate rises")
-    weight_decay: float = Field(0.0, ge=0, description="not on norms and biases")
-    adam_beta1: float = Field(0.9, ge=0, lt=1, description="AdamW")
-    adam_beta2: float = Field(0.999, ge=0, lt=1, description="AdamW")
-    adam_epsilon: float = Field(1e-8, gt=0, description="AdamW")
-    max_grad_norm: float = Field(1.0, gt=0, description="gradients are scaled down to it")
-    tokens_per_micro_batch: Count = Field(4096, description="padded tokens in one forward pass: the memory dial")
-    gradient_checkpointing: bool = Field(False, description="less memory for a third more time")
-    use_peft: bool = Field(False, description="train a LoRA adapter instead of all weights")
-    lora_r: Count = Field(16, description="rank")
-    lora_alpha: Count = Field(32, description="scale")
-    lora_dropout: float = Field(0.0, description="only 0: the learner's log-probs must be the policy's")
-    lora_target_modules: tuple[str, ...] = Field((), strict=False, description="empty: all linear layers")
+    warmup_steps: Whole = Field(default=0, description="steps over which the rate rises")
+    weight_decay: float = Field(default=0.0, ge=0, description="not on norms and biases")
+    adam_beta1: float = Field(default=0.9, ge=0, lt=1, description="AdamW")
+    adam_beta2: float = Field(default=0.999, ge=0, lt=1, description="AdamW")
+    adam_epsilon: float = Field(default=1e-8, gt=0, description="AdamW")
+    max_grad_norm: float = Field(default=1.0, gt=0, description="gradients are scaled down to it")
+    tokens_per_micro_batch: Count = Field(
+        default=4096, description="padded tokens in one forward pass: the memory dial"
+    )
+    gradient_checkpointing: bool = Field(default=False, description="less memory for a third more time")
+    use_peft: bool = Field(default=False, description="train a LoRA adapter instead of all weights")
+    lora_r: Count = Field(default=16, description="rank")
+    lora_alpha: Count = Field(default=32, description="scale")
+    lora_dropout: float = Field(default=0.0, description="only 0: the learner's log-probs must be the policy's")
+    lora_target_modules: tuple[str, ...] = Field(default=(), strict=False, description="empty: all linear layers")
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -324,8 +254,8 @@ class LearnerSection(Section):
 class ResourcesSection(Section):
     """Devices per role: GPUs, or core sets on a machine without one."""
 
-    generator: Count = Field(1, description="devices; on GPUs also the tensor-parallel size")
-    learner: int | str = Field(1, description='1, or "share:generator" to take turns on one device')
+    generator: Count = Field(default=1, description="devices; on GPUs also the tensor-parallel size")
+    learner: int | str = Field(default=1, description='1, or "share:generator" to take turns on one device')
 
     @model_validator(mode="after")
     def _one_learner(self) -> Self:
@@ -344,7 +274,7 @@ class ResourcesSection(Section):
 class GeneratorSection(Section):
     """The vLLM server that samples."""
 
-    max_num_seqs: Count = Field(64, description="completions sampled at once, at most")
+    max_num_seqs: Count = Field(default=64, description="completions sampled at once, at most")
     engine_args: Table = Field(default_factory=dict, description="vLLM's own flags, with underscores")
 
     @field_validator("engine_args")
@@ -359,41 +289,30 @@ class GeneratorSection(Section):
 class CheckpointSection(Section):
     """What is kept on disk."""
 
-    save_steps: Count = Field(10, description="steps between checkpoints; the last step is always kept")
-    save_total_limit: int = Field(
-        2, ge=2, le=10**6, description="checkpoints kept; rollouts since the oldest are kept too"
-    )
+    save_steps: Count = Field(default=10, description="steps between checkpoints; the last step is always kept")
+    save_total_limit: int = Field(default=2, ge=2, le=10**6, description="checkpoints kept, and the rollouts since")
 
 
 class ReportSection(Section):
     """Where metrics go, beside the store."""
 
-    to: tuple[str, ...] = Field((), strict=False, description="trackers; none for now: `rlhfd metrics` has them all")
-
-    @field_validator("to")
-    @classmethod
-    def _none_yet(cls, to: tuple[str, ...]) -> tuple[str, ...]:
-        if to:
-            raise ValueError(
-                f"report.to = {json.dumps(to)} comes with a later release: remove it and use rlhfd metrics"
-            )
-        return to
+    to: tuple[()] = Field(default=(), strict=False, description="trackers; none yet: `rlhfd metrics` has them all")
 
 
 class JobConfig(Section):
     """A whole job file."""
 
-    job: JobSection = Field(default_factory=lambda: JobSection.model_validate({}))
+    job: JobSection = JobSection()
     model: ModelSection
     data: DataSection
     reward: Annotated[tuple[AnyReward, ...], Field(strict=False, min_length=1)]
-    rollout: RolloutSection = Field(default_factory=lambda: RolloutSection.model_validate({}))
-    algorithm: AlgorithmSection = Field(default_factory=lambda: AlgorithmSection.model_validate({}))
-    learner: LearnerSection = Field(default_factory=lambda: LearnerSection.model_validate({}))
-    resources: ResourcesSection = Field(default_factory=lambda: ResourcesSection.model_validate({}))
-    generator: GeneratorSection = Field(default_factory=lambda: GeneratorSection.model_validate({}))
-    checkpoint: CheckpointSection = Field(default_factory=lambda: CheckpointSection.model_validate({}))
-    report: ReportSection = Field(default_factory=lambda: ReportSection.model_validate({}))
+    rollout: RolloutSection = RolloutSection()
+    algorithm: AlgorithmSection = AlgorithmSection()
+    learner: LearnerSection = LearnerSection()
+    resources: ResourcesSection = ResourcesSection()
+    generator: GeneratorSection = GeneratorSection()
+    checkpoint: CheckpointSection = CheckpointSection()
+    report: ReportSection = ReportSection()
 
     @model_validator(mode="after")
     def _sections_agree(self) -> Self:
