@@ -177,7 +177,7 @@ def test_ten_thousand_random_schedules_keep_the_bound_and_end():
     assert min(restarts, dropped, carried) > 5_000  # the schedules did exercise all three
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     p=PACES.map(lambda p: replace(p, overcommit=min(p.overcommit, p.groups_per_step * p.max_staleness))),
     batch_order=st.sampled_from(["first_complete", "fifo"]),
