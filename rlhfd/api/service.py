@@ -2,8 +2,7 @@
 
 - status: id, name, state, step, max_steps, attempt, reason; created, updated (ISO-8601 Z), phase, devices.
 - metrics, one object a step: core/metrics.py's table, `time` an object of seconds.
-- sample: step, ordinal, k, prompt, text, finish, reward, parts {name: number}, advantage; and per token, lists of one
-  length: tokens, versions, logps, staleness, alpha, and the rest of wire.TokenTrace.
+- sample: as pipeline/samples.py describes it: what the rollout is, and lists with one entry a token.
 - event: id, at (ISO-8601 Z), kind, and its body's keys.
 - check (doctor): check, ok, detail, fix.
 """
