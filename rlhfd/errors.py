@@ -18,6 +18,7 @@ RlhfdError                     1
 │  └─ EngineRequestError       1  it refused one request; a restart would not help
 ├─ LearnerFault                1  the learner answered with a fault
 │  ├─ NonFiniteError           1  NaN or Inf, with the rollouts named
+│  ├─ BadCheckpointError      65  does not verify or fit: take the one before
 │  └─ OutOfMemoryError         1
 ├─ WeightSyncError             1  what the generator serves is not what was trained
 └─ ReplayDivergedError         1  a replayed step did not reproduce its fingerprint
@@ -25,6 +26,7 @@ RlhfdError                     1
 The message is one sentence: what, where, and what to do.
 """
 
+from collections.abc import Sequence
 from typing import ClassVar
 
 
@@ -122,11 +124,22 @@ class EngineRequestError(EngineError):
 
 
 class LearnerFault(RlhfdError):
-    """The learner answered with a fault instead of a result."""
+    """The learner answered with a fault instead of a result; `trace` is the child's traceback, if any."""
+
+    def __init__(self, message: str, *, rollout_ids: Sequence[int] = (), trace: str = "") -> None:
+        super().__init__(message)
+        self.rollout_ids = tuple(rollout_ids)
+        self.trace = trace
 
 
 class NonFiniteError(LearnerFault):
     """NaN or Inf in a log-prob, loss or gradient; the message names the rollouts. The step is not applied."""
+
+
+class BadCheckpointError(LearnerFault):
+    """A checkpoint does not verify against its manifest, or does not fit the model: the one before it is taken."""
+
+    exit_status = 65
 
 
 class OutOfMemoryError(LearnerFault):

@@ -39,10 +39,13 @@ class Progress(Frame):
     total: int
 
 
-class Fault(Frame):
-    """Child -> daemon instead of a result. `kind` picks the class of errors.py: see `engines/learner.py`."""
+FaultKind: TypeAlias = Literal["non_finite", "out_of_memory", "bad_model", "bad_checkpoint", "disk_full", "io", "bug"]
 
-    kind: Literal["non_finite", "out_of_memory", "bad_model", "disk_full", "io", "bug"]
+
+class Fault(Frame):
+    """Child -> daemon instead of a result. `kind` picks the class of errors.py: see `core/faults.py`."""
+
+    kind: FaultKind
     message: str
     rollout_ids: list[int] = []
     trace: str = ""
@@ -315,10 +318,30 @@ class Decoded(Frame):
 
 
 AnyFrame: TypeAlias = (
-    Hello | Progress | Fault | Shutdown | Done
-    | Load | Loaded | Learn | GroupFrame | Learned | Publish | Published | Checkpoint | Checkpointed
-    | LogProbs | LogProbsReply | Export
-    | RewardSetup | RewardReady | RewardsRefused | Score | Scored | Decode | Decoded
+    Hello
+    | Progress
+    | Fault
+    | Shutdown
+    | Done
+    | Load
+    | Loaded
+    | Learn
+    | GroupFrame
+    | Learned
+    | Publish
+    | Published
+    | Checkpoint
+    | Checkpointed
+    | LogProbs
+    | LogProbsReply
+    | Export
+    | RewardSetup
+    | RewardReady
+    | RewardsRefused
+    | Score
+    | Scored
+    | Decode
+    | Decoded
 )
 
 _encoder = msgspec.msgpack.Encoder()
