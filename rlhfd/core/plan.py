@@ -52,7 +52,8 @@ class View:
     rules: Rules
     groups: tuple[Group, ...]
     applied: int
-    recorded: int | None
+    recorded: int | None  # the step to be learned next; after a diverged replay others wait behind it
+    planned: int  # the newest recorded or applied step
     saved: int
     learner: LearnerView
     engine: EngineView
@@ -61,7 +62,7 @@ class View:
     @property
     def start_version(self) -> int:
         """V: the version that the next step to be recorded starts from."""
-        return self.applied if self.recorded is None else self.recorded
+        return self.planned
 
     @property
     def learning(self) -> bool:

@@ -16,9 +16,12 @@ import msgspec
 from rlhfd.core import wire
 from rlhfd.core.ledger import reproduces
 from rlhfd.core.types import JobId, JobState, Step
-from rlhfd.daemon.replica import Bench, Replica, replica
+from rlhfd.daemon.house import House
+from rlhfd.daemon.replica import Replica, replica
+from rlhfd.daemon.supervisor import Supervisor
 from rlhfd.errors import ReplayDivergedError, UsageError
-from rlhfd.pipeline.frames import group_frames, stored_frames
+from rlhfd.pipeline.frames import group_frames, labelled_frames
+from rlhfd.store import checkpoints, jobs, progress, steps
 
 GROUPS_A_CALL = 8
 
@@ -52,25 +55,25 @@ class Tally:
     neighbour: dict[int, Errors] = field(default_factory=dict[int, Errors])
 
 
-async def audit(bench: Bench, job_id: JobId) -> AsyncIterator[dict[str, Any]]:
+async def audit(house: House, supervisor: Supervisor, job_id: JobId) -> AsyncIterator[dict[str, Any]]:
     """Progress objects, then the report. Raises UsageError for a running job, ReplayDivergedError."""
-    job = await bench.store.jobs.job(job_id)
+    job = await jobs.job(house.db, job_id)
     if job.state is JobState.RUNNING:
         raise UsageError(f"job {job_id} is running; pause it first: rlhfd pause {job_id}")
-    gone = await bench.store.steps.collected_to(job_id)
-    kept = sorted(await bench.store.checkpoints.newest_valid(job_id), key=lambda c: c.step)
+    gone = await progress.collected_to(house.db, job_id)
+    kept = sorted(await checkpoints.newest_valid(house.db, job_id), key=lambda c: c.step)
     base = None if gone == 0 else next((c for c in kept if c.step >= gone), None)
     if gone and base is None:
         raise UsageError(f"job {job_id} has no checkpoint from which its stored rollouts can be derived again")
     tally = Tally()
-    async with replica(bench, job, base, "audit") as held:
-        steps = await bench.store.steps.applied_after(job_id, held.step)
+    async with replica(house, supervisor, job, base, "audit") as held:
+        steps = await steps.applied_after(house.db, job_id, held.step)
         for done, step in enumerate([*steps, None]):
             await _compare(held, tally, held.step + done)
             yield {"phase": f"version {held.step + done}", "done": done + 1, "total": len(steps) + 1}
             if step is not None:
                 await _replay(held, step)
-    yield await _report(bench, job_id, tally)
+    yield await _report(house, job_id, tally)
 
 
 async def _replay(held: Replica, step: Step) -> None:
@@ -87,7 +90,7 @@ async def _replay(held: Replica, step: Step) -> None:
 
 async def _compare(held: Replica, tally: Tally, version: int) -> None:
     """Tokens labelled `version` and `version - 1`, under the weights of `version`."""
-    frames = await stored_frames(held.context, versions=(version - 1, version))
+    frames = await labelled_frames(held.context, versions=(version - 1, version))
     for at in range(0, len(frames), GROUPS_A_CALL):
         part = frames[at : at + GROUPS_A_CALL]
         call = wire.LogProbs(groups=len(part), temperature=held.context.config.rollout.temperature)
@@ -101,9 +104,9 @@ async def _compare(held: Replica, tally: Tally, version: int) -> None:
             tally.neighbour.setdefault(version - 1, Errors()).add(next_to)
 
 
-async def _report(bench: Bench, job_id: JobId, tally: Tally) -> dict[str, Any]:
+async def _report(house: House, job_id: JobId, tally: Tally) -> dict[str, Any]:
     own, neighbour = _sum(tally.own.values()), _sum(tally.neighbour.values())
-    total = await bench.store.rollouts.tokens_stored(job_id)
+    total = await progress.tokens_stored(house.db, job_id)
     return {
         "tokens": own.n,
         "mean_error": own.mean,

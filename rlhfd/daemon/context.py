@@ -1,40 +1,45 @@
 """From a claimed row and its lease to the context of an attempt."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
-from rlhfd.config import JobConfig, Settings
-from rlhfd.core.placement import Lease
-from rlhfd.core.types import Epoch, Job
-from rlhfd.daemon.statedir import StateDir
+from rlhfd.config import JobConfig
+from rlhfd.core.placement import Device, Role
+from rlhfd.core.types import Job
+from rlhfd.daemon.house import House
+from rlhfd.engines.vllm_server import VLLM
 from rlhfd.pipeline.context import Context
 from rlhfd.pipeline.prompts import Snapshot
-from rlhfd.store import Store
 
 MASTER_BYTES = 4  # a publication is at most the start model in float32
+CPU_STREAMS, GPU_STREAMS = 32, 256  # requests at once, unless engine_args.max_num_seqs says otherwise
 
 
-def make_context(
-    job: Job, config: JobConfig, lease: Lease, state: StateDir, store: Store, settings: Settings, epoch: Epoch
-) -> Context:
+def make_context(job: Job, config: JobConfig, devices: Mapping[Role, tuple[Device, ...]], house: House) -> Context:
     """Directories made, snapshot opened; nothing started."""
     model, prompts = job.facts["model"], job.facts["prompts"]
-    job_dir = state.job(job.id)
+    job_dir = house.state.job(job.id)
     for name in ("checkpoints", "logs"):
         (job_dir / name).mkdir(parents=True, exist_ok=True)
+    on_gpu = any(device.kind == "gpu" for device in devices.get("generator", ()))
+    streams = config.generator.engine_args.get("max_num_seqs", GPU_STREAMS if on_gpu else CPU_STREAMS)
     return Context(
         job_id=job.id,
         attempt=job.attempt,
-        epoch=epoch,
+        epoch=house.epoch,
         config=config,
-        settings=settings,
-        store=store,
-        snapshot=Snapshot.open(state.prompts(prompts["sha256"])),
+        settings=house.settings,
+        db=house.db,
+        nursery=house.nursery,
+        snapshot=Snapshot.open(house.state.prompts(prompts["sha256"])),
         model_dir=Path(model["dir"]),
         eos_token_ids=frozenset(model["eos_token_ids"]) | frozenset(config.rollout.stop_token_ids),
         canary=tuple(tuple(sequence) for sequence in job.facts["canary"]),
         max_model_len=config.model.max_model_len or model["max_model_len"],
-        devices=lease.devices,
+        max_streams=int(streams),
+        engine_module=house.settings.engine_module or VLLM,
+        devices=devices,
         job_dir=job_dir,
-        run_dir=state.run(job.id),
-        weights_dir=state.weights(job.id, epoch, model["parameters"] * MASTER_BYTES),
+        run_dir=house.state.run(job.id),
+        weights_dir=house.state.weights(job.id, house.epoch, model["parameters"] * MASTER_BYTES),
     )

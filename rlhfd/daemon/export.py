@@ -2,31 +2,34 @@
 
 import shutil
 import uuid
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 from rlhfd.core import wire
 from rlhfd.core.types import Checkpoint, JobId
-from rlhfd.daemon.replica import Bench, replica
+from rlhfd.daemon.house import House
+from rlhfd.daemon.replica import replica
+from rlhfd.daemon.supervisor import Supervisor
 from rlhfd.errors import UsageError
+from rlhfd.store import checkpoints, jobs
 
 
 @asynccontextmanager
-async def exported(bench: Bench, job_id: JobId, version: int | None) -> AsyncGenerator[Path]:
+async def exported(house: House, supervisor: Supervisor, job_id: JobId, version: int | None) -> AsyncGenerator[Path]:
     """The directory, there while the context is open. Raises UsageError for a version without a checkpoint."""
-    job = await bench.store.jobs.job(job_id)
-    checkpoint = _choose(await bench.store.checkpoints.newest_valid(job_id), job_id, version)
-    target = bench.state.root / "tmp" / f"export-{uuid.uuid4().hex}"
+    job = await jobs.job(house.db, job_id)
+    checkpoint = _choose(await checkpoints.newest_valid(house.db, job_id), job_id, version)
+    target = house.state.root / "tmp" / f"export-{uuid.uuid4().hex}"
     try:
-        async with replica(bench, job, checkpoint, "export") as held:
+        async with replica(house, supervisor, job, checkpoint, "export") as held:
             await held.client.export(wire.Export(dir=str(target)))
         yield target
     finally:
         shutil.rmtree(target, ignore_errors=True)
 
 
-def _choose(kept: list[Checkpoint], job_id: JobId, version: int | None) -> Checkpoint | None:
+def _choose(kept: Sequence[Checkpoint], job_id: JobId, version: int | None) -> Checkpoint | None:
     """The newest, or that of a version; None stands for version 0, the start model."""
     if version == 0:
         return None

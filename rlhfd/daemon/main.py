@@ -1,4 +1,4 @@
-"""The composition root: lock, store, devices, API, jobs, signals; what `rlhfd serve` runs.
+"""The composition root: lock, db, devices, API, jobs, signals; what `rlhfd serve` runs.
 
 READY after lock, migration, recovery of the tables and listening; replay and engine starts are a job's own work.
 """
@@ -22,7 +22,7 @@ from rlhfd.api import create_app, serve_api
 from rlhfd.config import Settings
 from rlhfd.core import procfs
 from rlhfd.core.placement import Device
-
+from rlhfd.daemon.house import House
 from rlhfd.daemon.notify import notify, watchdog_seconds
 from rlhfd.daemon.service import DaemonService
 from rlhfd.daemon.statedir import StateDir
@@ -31,7 +31,9 @@ from rlhfd.daemon.supervisor import Supervisor
 from rlhfd.devices import inventory
 from rlhfd.engines.process import sweep
 from rlhfd.errors import RlhfdError, StorageError
-from rlhfd.store import Store
+from rlhfd.pipeline.nursery import Nursery
+from rlhfd.store import children, epochs
+from rlhfd.store.db import Database
 
 log = logging.getLogger("rlhfd")
 STALE_WRITER = 30.0  # seconds after which the watchdog is no longer pinged
@@ -63,38 +65,39 @@ async def serve(settings: Settings, state_dir: Path, socket: Path) -> None:
     state = StateDir.take(state_dir)
     with contextlib.closing(state.lock):
         _log_to(state_dir / "logs" / "daemon.log")
-        store = await Store.open(state.database)
+        db = await Database.open(state.database)
         try:
-            await _epoch(settings, state, store, socket)
+            await _epoch(settings, state, db, socket)
         finally:
-            await store.close()
+            await db.close()
 
 
-async def _epoch(settings: Settings, state: StateDir, store: Store, socket: Path) -> None:
+async def _epoch(settings: Settings, state: StateDir, db: Database, socket: Path) -> None:
     boot = procfs.boot_id()
-    stale = await store.children.stale_children(boot)
-    epoch = await store.epochs.begin_epoch(pid=os.getpid(), boot_id=boot, version=rlhfd.__version__)
-    for child in stale:
-        await sweep(child.session_id, child.started)
-        await store.children.forget_child(child)
+    epoch = await epochs.begin_epoch(db, pid=os.getpid(), boot_id=boot, version=rlhfd.__version__)
+    for child in await children.stale_children(db, epoch, boot):
+        await sweep(child.session_id, child.started_ticks)
+        await children.forget_child(db, child)
     state.clear_leftovers()
+    nursery = Nursery(db)
 
     def devices() -> Sequence[Device]:
-        return inventory(settings.cpu_devices, settings.devices)
+        return inventory(cpu_devices=settings.cpu_devices)
 
-    supervisor = Supervisor(state=state, store=store, settings=settings, epoch=epoch, inventory=devices)
-    desk = Desk(state=state, store=store, settings=settings, epoch=epoch, devices=devices)
-    service = DaemonService(state=state, store=store, settings=settings, desk=desk, supervisor=supervisor, epoch=epoch)
+    house = House(state=state, db=db, settings=settings, epoch=epoch, nursery=nursery, inventory=devices)
+    supervisor = Supervisor(house)
+    service = DaemonService(house=house, desk=Desk(house=house), supervisor=supervisor)
     async with serve_api(create_app(service), socket) as api:
         notify("READY=1", f"STATUS=epoch {epoch}, {len(devices())} devices")
         log.info("ready", extra={"fields": {"epoch": epoch, "socket": str(socket), "pid": os.getpid()}})
-        await _until_signalled(store, supervisor, api)
+        await _until_signalled(db, supervisor, api)
         notify("STOPPING=1")
         await supervisor.drain()
-    await store.epochs.mark_clean_exit()
+    await nursery.close()
+    await epochs.mark_clean_exit(db)
 
 
-async def _until_signalled(store: Store, supervisor: Supervisor, api: "asyncio.Task[None]") -> None:
+async def _until_signalled(db: Database, supervisor: Supervisor, api: "asyncio.Task[None]") -> None:
     """Run the jobs until a signal; a supervisor, API or watchdog that ends by itself is a fault."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -102,7 +105,7 @@ async def _until_signalled(store: Store, supervisor: Supervisor, api: "asyncio.T
         loop.add_signal_handler(number, stop.set)
     tasks = {
         asyncio.create_task(supervisor.run(), name="supervisor"),
-        asyncio.create_task(_watchdog(store), name="watchdog"),
+        asyncio.create_task(_watchdog(db), name="watchdog"),
     }
     signalled = asyncio.create_task(stop.wait())
     done, _ = await asyncio.wait({*tasks, signalled, api}, return_when=asyncio.FIRST_COMPLETED)
@@ -114,12 +117,12 @@ async def _until_signalled(store: Store, supervisor: Supervisor, api: "asyncio.T
         raise StorageError(f"the daemon's {task.get_name()} ended by itself")
 
 
-async def _watchdog(store: Store) -> None:
+async def _watchdog(db: Database) -> None:
     """Ping the service manager while the loop and the writer are fresh."""
     pause = watchdog_seconds()
     while True:
         await asyncio.sleep(pause or 3600.0)
-        if pause is not None and store.writer_age() < STALE_WRITER:
+        if pause is not None and db.writer_age() < STALE_WRITER:
             notify("WATCHDOG=1")
 
 
@@ -146,6 +149,3 @@ def _log_to(path: Path) -> None:
         handler.setFormatter(_JsonLines())
         log.addHandler(handler)
     log.setLevel(logging.INFO)
-
-
-

@@ -1,6 +1,6 @@
 """The state directory: what lies where, and the lock that keeps a second daemon out.
 
-    rlhfd.db  lock  ballast  backups/  files/<sha256>  prompts/<sha256>/  jobs/<id>/{checkpoints/<version>, logs/}
+rlhfd.db  lock  ballast  backups/  files/<sha256>  prompts/<sha256>/  jobs/<id>/{checkpoints/<version>, logs/}
 """
 
 import fcntl
@@ -33,7 +33,9 @@ class StateDir:
                 (root / name).mkdir(exist_ok=True, mode=0o700 if name == "run" else 0o750)
             lock = (root / "lock").open("a+")
         except OSError as error:
-            raise StorageError(f"the state directory {root} can't be used: {error.strerror}; check its owner") from error
+            raise StorageError(
+                f"the state directory {root} can't be used: {error.strerror}; check its owner"
+            ) from error
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

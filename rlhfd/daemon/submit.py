@@ -1,6 +1,6 @@
 """A submission: validate what can be known now, inspect model and data, then one row.
 
-    job (plain data) + carried files ─► config ─► known key? ─► inspection (its own process) ─► rewards import ─► COMMIT
+job (plain data) + carried files ─► config ─► known key? ─► inspection (its own process) ─► rewards import ─► COMMIT
 """
 
 import asyncio
@@ -8,20 +8,20 @@ import json
 import shutil
 import sys
 import uuid
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 from rlhfd.api.service import SubmitBody
-from rlhfd.config import JobConfig, Settings, parse_job, submit_key
-from rlhfd.core.placement import Device, place
-from rlhfd.core.types import Epoch, Job, JobId
-from rlhfd.daemon.statedir import StateDir
-from rlhfd.engines.process import ChildSpec, spawn
+from rlhfd.config import JobConfig, parse_job, resolved, submit_key
+from rlhfd.core.placement import place
+from rlhfd.core.types import Job, JobId
+from rlhfd.daemon.house import House
+from rlhfd.engines.process import ChildSpec
 from rlhfd.errors import DeadlineError, JobFileError
-from rlhfd.pipeline.rewards import reward_pool
-from rlhfd.store import Store
+from rlhfd.pipeline.rewards import RewardPlace, reward_pool
+from rlhfd.store import jobs
 
 BAD_JOB = 78
 
@@ -30,58 +30,56 @@ BAD_JOB = 78
 class Desk:
     """Takes submissions."""
 
-    state: StateDir
-    store: Store
-    settings: Settings
-    epoch: Epoch
-    devices: Callable[[], Sequence[Device]]
+    house: House
 
     async def submit(self, body: SubmitBody) -> tuple[Job, bool]:
         """The job's row, and whether it is new. Raises JobFileError with the sentence for the user."""
         config = parse_job(body.spec)
         for name, digest in body.files.items():
-            if not self.state.file(digest).exists():
+            if not self.house.state.file(digest).exists():
                 raise JobFileError(f"the file {name} did not arrive; submit again")
         key = submit_key(config, body.files)
-        known = None if body.again else await self.store.jobs.by_key(key)
+        known = None if body.again else await jobs.by_key(self.house.db, key)
         if known is not None:
             return known, False
-        place(wants(config), self.devices(), {})
+        place(wants(config), self.house.inventory(), {})
         facts = await self._inspect(config, body.files)
         config = with_steps(config, facts)
         await self._import_rewards(config, facts)
-        return await self.store.jobs.submit(
+        spec = resolved(config)
+        submission = jobs.Submission(
             submit_key=key,
             name=config.job.name,
-            spec=config.model_dump(mode="json"),
+            spec=spec,
+            spec_sha=sha256(json.dumps(spec, sort_keys=True).encode()).hexdigest(),
             facts=facts,
-            max_steps=config.job.max_steps or 0,
+            max_steps=config.job.max_steps,
             priority=body.priority,
             after=None if body.after is None else JobId(body.after),
-            again=body.again,
         )
+        return await jobs.submit(self.house.db, submission, again=body.again)
 
     async def _inspect(self, config: JobConfig, files: dict[str, str]) -> dict[str, Any]:
         """Model facts and prompt snapshot, by a short-lived worker; the snapshot is kept under its hash."""
-        out = self.state.root / "tmp" / f"inspect-{uuid.uuid4().hex}"
+        out = self.house.state.root / "tmp" / f"inspect-{uuid.uuid4().hex}"
         out.mkdir()
         try:
             request = out / "request.json"
             request.write_text(
                 json.dumps(
                     {
-                        "job": config.model_dump(mode="json"),
-                        "files": {name: str(self.state.file(digest)) for name, digest in files.items()},
+                        "job": resolved(config),
+                        "files": {name: str(self.house.state.file(digest)) for name, digest in files.items()},
                         "out_dir": str(out),
-                        "cache_dir": str(self.settings.cache_dir),
-                        "allow_download": self.settings.allow_download,
-                        "allow_remote_code": self.settings.allow_remote_code,
+                        "cache_dir": str(self.house.settings.cache_dir),
+                        "allow_download": self.house.settings.allow_download,
+                        "allow_remote_code": self.house.settings.allow_remote_code,
                     }
                 )
             )
             await self._run_inspection(request, out)
             facts = json.loads((out / "facts.json").read_text())
-            kept = self.state.prompts(facts["prompts"]["sha256"])
+            kept = self.house.state.prompts(facts["prompts"]["sha256"])
             if not kept.exists():
                 await asyncio.to_thread(out.rename, kept)
             return {**facts, "files": files}
@@ -89,20 +87,20 @@ class Desk:
             shutil.rmtree(out, ignore_errors=True)
 
     async def _run_inspection(self, request: Path, out: Path) -> None:
-        child = await spawn(
+        child = await self.house.nursery.spawn(
             ChildSpec(
                 role="inspect",
                 job_id=None,
                 attempt=0,
-                epoch=self.epoch,
+                epoch=self.house.epoch,
                 argv=(sys.executable, "-m", "rlhfd.workers.inspect", str(request)),
                 env={"HF_HUB_OFFLINE": "0", "TRANSFORMERS_OFFLINE": "0", "HF_DATASETS_OFFLINE": "0"}
-                if self.settings.allow_download
+                if self.house.settings.allow_download
                 else {},
                 log_path=out / "inspect.log",
             )
         )
-        limit = self.settings.deadlines.inspect
+        limit = self.house.settings.deadlines.inspect
         try:
             async with asyncio.timeout(limit):
                 status = await child.wait()
@@ -117,8 +115,17 @@ class Desk:
 
     async def _import_rewards(self, config: JobConfig, facts: dict[str, Any]) -> None:
         """Start one reward worker, so that a file that does not import is refused now and not in a week."""
-        log = self.state.root / "logs" / "submit-rewards.log"
-        pool = reward_pool(config, facts, self.state, self.epoch, log_path=log, size=1)
+        place = RewardPlace(
+            files=facts["files"],
+            files_dir=self.house.state.root / "files",
+            tokenizer=self.house.state.prompts(facts["prompts"]["sha256"]) / "tokenizer.json",
+            work_dir=self.house.state.root / "tmp" / f"rewards-{uuid.uuid4().hex}",
+            log_path=self.house.state.root / "logs" / "submit.log",
+            job_id=None,
+            attempt=0,
+            epoch=self.house.epoch,
+        )
+        pool = reward_pool(config, place, self.house.nursery, size=1)
         try:
             await pool.start()
         finally:
@@ -132,7 +139,7 @@ def wants(config: JobConfig) -> dict[str, int | str]:
 
 def with_steps(config: JobConfig, facts: dict[str, Any]) -> JobConfig:
     """`num_train_epochs` turned into steps, now that the number of prompts is known."""
-    if config.job.max_steps is not None:
+    if config.job.max_steps:
         return config
     rows = facts["prompts"]["rows"]
     epochs = config.job.num_train_epochs or 1.0

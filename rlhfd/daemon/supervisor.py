@@ -11,20 +11,19 @@ FIFO within a priority; a failed job frees its devices and the queue goes on.
 import asyncio
 import logging
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rlhfd.config import Settings
+from rlhfd.config import parse_job
 from rlhfd.core.placement import Device, Lease, Wait, place
-from rlhfd.core.types import Desired, Epoch, Job, JobId, JobState
+from rlhfd.core.types import Desired, Job, JobId, JobState
 from rlhfd.daemon.context import make_context
-from rlhfd.daemon.statedir import StateDir
+from rlhfd.daemon.house import House
 from rlhfd.daemon.submit import wants
 from rlhfd.errors import DiskFullError, JobFileError, RlhfdError, UsageError
-from rlhfd.pipeline.crew import Crew
-from rlhfd.pipeline.rewards import reward_pool
-from rlhfd.pipeline.run import JobRun, Stop, rules_of
-from rlhfd.store import Store
+from rlhfd.pipeline.rewards import RewardPlace, reward_pool
+from rlhfd.pipeline.run import JobRun, Stop
+from rlhfd.store import jobs
 
 RECHECK = 15.0
 log = logging.getLogger("rlhfd.jobs")
@@ -42,20 +41,8 @@ class Running:
 class Supervisor:
     """Owns the device leases of this daemon."""
 
-    def __init__(
-        self,
-        *,
-        state: StateDir,
-        store: Store,
-        settings: Settings,
-        epoch: Epoch,
-        inventory: Callable[[], Sequence[Device]],
-    ) -> None:
-        self._state = state
-        self._store = store
-        self._settings = settings
-        self._epoch = epoch
-        self._inventory = inventory
+    def __init__(self, house: House) -> None:
+        self._house = house
         self._running: dict[JobId, Running] = {}
         self._borrowed: dict[str, str] = {}
         self._wake = asyncio.Event()
@@ -111,7 +98,7 @@ class Supervisor:
 
     def borrow(self, count: int, holder: str) -> tuple[Device, ...]:
         """Devices for a short task (audit, export). Raises UsageError while none is free."""
-        found = place({"learner": count}, self._inventory(), self._leased())
+        found = place({"learner": count}, self._house.inventory(), self._leased())
         if isinstance(found, Wait):
             raise UsageError(f"no device is free for the {holder}: {found.reason}; wait, or pause the job that has it")
         for device in found.ids:
@@ -129,32 +116,31 @@ class Supervisor:
         return held | self._borrowed
 
     async def _fill(self) -> None:
-        for job in await self._store.jobs.queue(self._epoch):
+        for job in await jobs.queue(self._house.db):
             if job.id in self._running:
                 continue
-            if job.idle_attempts >= self._settings.retries and job.state is JobState.RUNNING:
-                await self._fail(job.id, f"{job.idle_attempts} attempts without an applied step; see rlhfd logs {job.id}")
+            if job.idle_attempts >= self._house.settings.retries and job.state is JobState.RUNNING:
+                await self._fail(
+                    job.id, f"{job.idle_attempts} attempts without an applied step; see rlhfd logs {job.id}"
+                )
                 continue
             await self._try(job)
 
     async def _try(self, job: Job) -> None:
         try:
-            found = place(wants(self._config(job)), self._inventory(), self._leased())
+            found = place(wants(parse_job(job.spec)), self._house.inventory(), self._leased())
         except JobFileError as error:
             await self._fail(job.id, str(error))
             return
         if isinstance(found, Wait):
             if job.reason != found.reason:
-                await self._store.jobs.set_reason(job.id, found.reason)
+                await jobs.set_reason(self._house.db, job.id, found.reason)
             return
-        claimed = await self._store.jobs.claim(job.id, self._epoch)
+        claimed = await jobs.claim(self._house.db, job.id, self._house.epoch)
+        if claimed is None:
+            return
         task = asyncio.create_task(self._attempt(claimed, found), name=f"job {job.id}")
         self._running[job.id] = Running(lease=found, task=task)
-
-    def _config(self, job: Job):  # noqa: ANN202
-        from rlhfd.config import parse_job
-
-        return parse_job(job.spec)
 
     async def _attempt(self, job: Job, lease: Lease) -> None:
         """One attempt from claim to final state; the only place where any exception is caught."""
@@ -163,9 +149,9 @@ class Supervisor:
         except asyncio.CancelledError:
             if self._stopping:
                 raise
-            ended = Stop.CANCEL if (await self._store.jobs.job(job.id)).desired is Desired.CANCEL else Stop.PAUSE
+            ended = Stop.CANCEL if (await jobs.job(self._house.db, job.id)).desired is Desired.CANCEL else Stop.PAUSE
         except DiskFullError as error:
-            await self._store.jobs.pause(job.id, f"{error}; make room, then: rlhfd resume {job.id}")
+            await self._move(job.id, JobState.PAUSED, f"{error}; make room, then: rlhfd resume {job.id}")
             ended = Stop.DRAIN
         except RlhfdError as error:
             await self._fail(job.id, str(error))
@@ -180,11 +166,20 @@ class Supervisor:
         await self._settle(job.id, ended)
 
     async def _run(self, job: Job, lease: Lease) -> Stop | None:
-        config = self._config(job)
-        context = make_context(job, config, lease, self._state, self._store, self._settings, self._epoch)
+        config = parse_job(job.spec)
+        context = make_context(job, config, lease.devices, self._house)
         await context.event("started", attempt=job.attempt, devices=list(lease.ids))
-        pool = reward_pool(config, job.facts, self._state, self._epoch, log_path=context.log_path("rewards"))
-        run = JobRun(context, rules_of(context), Crew(context, pool))
+        place = RewardPlace(
+            files=job.facts["files"],
+            files_dir=self._house.state.root / "files",
+            tokenizer=self._house.state.prompts(job.facts["prompts"]["sha256"]) / "tokenizer.json",
+            work_dir=context.job_dir / "rewards",
+            log_path=context.log_path("rewards"),
+            job_id=job.id,
+            attempt=job.attempt,
+            epoch=self._house.epoch,
+        )
+        run = JobRun(context, reward_pool(config, place, self._house.nursery))
         self._running[job.id].run = run
         try:
             return await run.run()
@@ -194,15 +189,18 @@ class Supervisor:
     async def _settle(self, job_id: JobId, ended: Stop | None) -> None:
         match ended:
             case None:
-                await self._store.jobs.finish(job_id)
+                await self._move(job_id, JobState.DONE, None)
             case Stop.PAUSE:
-                await self._store.jobs.pause(job_id, "paused by its owner")
+                await self._move(job_id, JobState.PAUSED, "paused by its owner")
             case Stop.CANCEL:
-                await self._store.jobs.cancel(job_id, "cancelled by its owner")
-                await self._store.jobs.cancel_dependents(job_id)
+                await self._move(job_id, JobState.CANCELLED, "cancelled by its owner")
             case Stop.DRAIN:
                 return
 
     async def _fail(self, job_id: JobId, reason: str) -> None:
-        await self._store.jobs.fail(job_id, reason)
-        await self._store.jobs.cancel_dependents(job_id)
+        await self._move(job_id, JobState.FAILED, reason)
+
+    async def _move(self, job_id: JobId, to: JobState, reason: str | None) -> None:
+        """From running; a job that can't be placed fails from the queue."""
+        sources = {JobState.RUNNING, JobState.QUEUED} if to is JobState.FAILED else {JobState.RUNNING}
+        await jobs.move(self._house.db, job_id, sources, to, reason)

@@ -16,9 +16,10 @@ from rlhfd.core import crash
 from rlhfd.core.order import request_seed
 from rlhfd.core.plan import Generate
 from rlhfd.core.types import Group, Rollout, Version
-from rlhfd.engines.vllm import VllmClient
+from rlhfd.engines.vllm import VllmClient, WeightSpan
 from rlhfd.errors import DeadlineError, EngineError, WeightSyncError
 from rlhfd.pipeline.context import Context
+from rlhfd.store import chunks, rollouts
 
 ROW = 64  # tokens of a stored row: packs best into 4 KiB pages
 
@@ -46,6 +47,10 @@ class Generator:
         self._empty = asyncio.Event()
         self._empty.set()
 
+    def out_of_service(self) -> None:
+        """The engine is gone; what it had is committed by each stream's own end."""
+        self.client, self.version, self.open = None, None, False
+
     @property
     def in_flight(self) -> int:
         """Streams that have not ended."""
@@ -61,7 +66,7 @@ class Generator:
         self._streams[rollout.id] = stream
         self._empty.clear()
         try:
-            await context.store.rollouts.start_rollout(rollout.id, context.epoch)
+            await rollouts.start_rollout(context.db, rollout.id, context.epoch)
             finish = await self._stream(client, version, stream, group)
             await self._end(stream, version, finish)
         except (EngineError, DeadlineError):
@@ -77,7 +82,7 @@ class Generator:
         """Rows while the engine writes; the finish reason ("stop", "length"), or None where it was aborted."""
         context, rollout = self._context, stream.rollout
         prompt = context.snapshot.row(group.row)
-        so_far = await context.store.rollouts.tokens(rollout.id)
+        so_far = await chunks.tokens(context.db, rollout.id)
         limit = context.config.rollout.max_completion_length
         if stream.length >= limit:
             return "length"
@@ -85,7 +90,7 @@ class Generator:
             return None
         events = client.generate(
             request_id=f"{rollout.id}-{stream.length}-{context.epoch}",
-            token_ids=[*prompt.tokens, *so_far],
+            token_ids=[*prompt.tokens, *array("i", so_far)],
             max_tokens=limit - stream.length,
             temperature=context.config.rollout.temperature,
             seed=request_seed(context.config.job.seed, group.ordinal, rollout.k, stream.length),
@@ -101,9 +106,9 @@ class Generator:
                 await self._row(stream, version, ROW)
         raise EngineError(f"the generator ended the stream of rollout {rollout.id} without a finish reason")
 
-    def _check_labels(self, spans: object, version: Version) -> None:
+    def _check_labels(self, spans: tuple[WeightSpan, ...], version: Version) -> None:
         """The engine's own label of the weights must be ours (invariant 5)."""
-        for span in spans if isinstance(spans, (list, tuple)) else ():
+        for span in spans:
             if span.version != str(version.id):
                 raise WeightSyncError(
                     f"the generator sampled under version label {span.version} where {version.id} was loaded"
@@ -111,7 +116,8 @@ class Generator:
 
     async def _row(self, stream: Stream, version: Version, n: int, finish: str | None = None) -> None:
         """Commit the first n buffered tokens; with `finish`, and the rollout's end, in the same transaction."""
-        await self._context.store.rollouts.append_chunk(
+        await chunks.append_chunk(
+            self._context.db,
             stream.rollout.id,
             stream.length,
             stream.tokens[:n].tobytes(),
@@ -134,7 +140,7 @@ class Generator:
         if n or finish is not None:
             await self._row(stream, version, n, finish)
         if finish is None:
-            await context.store.rollouts.release_rollout(stream.rollout.id)
+            await rollouts.release_rollout(context.db, stream.rollout.id)
 
     async def close_gate(self, patience: float) -> bool:
         """Let no new request through, once every stream now in flight has gained a row, so that publications cannot eat

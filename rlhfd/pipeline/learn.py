@@ -11,21 +11,21 @@ it does not, the steps from there on are void and are learned again under new ve
 
 import asyncio
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
 
 import msgspec
 
 from rlhfd.core import crash, wire
 from rlhfd.core.ledger import reproduces
-from rlhfd.core.types import Checkpoint, Step, Version
+from rlhfd.core.types import Checkpoint, RolloutId, Step, StepId, Version
 from rlhfd.engines.learner import LearnerClient
 from rlhfd.errors import LearnerFault, StateError
 from rlhfd.pipeline.context import Context
 from rlhfd.pipeline.frames import group_frames, learner_settings, threads, tokens_bytes
-from rlhfd.pipeline.samples import describe
+from rlhfd.pipeline.samples import Samples, describe
+from rlhfd.store import checkpoints, replay, steps, versions
 
 PROBE_SEED = 20_231
 
@@ -76,12 +76,11 @@ class Learner:
 
     async def _load(self, client: LearnerClient) -> int:
         context = self._context
-        for checkpoint in await context.store.checkpoints.newest_valid(context.job_id):
+        for checkpoint in await checkpoints.newest_valid(context.db, context.job_id):
             try:
                 return await self._load_from(client, checkpoint)
             except LearnerFault as fault:
-                await context.store.checkpoints.mark_bad(checkpoint.id)
-                await context.event("checkpoint_bad", step=checkpoint.step, dir=checkpoint.dir, why=str(fault))
+                await checkpoints.mark_bad(context.db, checkpoint.id, str(fault))
         return await self._load_from(client, None)
 
     async def _load_from(self, client: LearnerClient, checkpoint: Checkpoint | None) -> int:
@@ -100,7 +99,7 @@ class Learner:
     async def _replay(self, client: LearnerClient, base: int) -> None:
         """Relearn the applied steps after `base`; at the first that differs, void the rest and go on from there."""
         context = self._context
-        for step in await context.store.steps.applied_after(context.job_id, base):
+        for step in await steps.applied_after(context.db, context.job_id, base):
             if step.numerics != self.numerics:
                 await context.event("numerics_changed", step=step.n, was=step.numerics, now=self.numerics)
             learned = await self._call(client, step, trace=[])
@@ -108,27 +107,36 @@ class Learner:
             if not reproduces(recorded, learned.fingerprint, exact=self.numerics.get("device") == "cpu"):
                 await self._diverged(step, learned)
                 break
-            await context.event("replayed", step=step.n, policy=learned.fingerprint.policy)
-        self.version = await context.store.versions.latest_trained(context.job_id)
+            await replay.confirm_replay(context.db, step.id)
+        self.version = await versions.latest_trained(context.db, context.job_id)
 
     async def _diverged(self, step: Step, learned: wire.Learned) -> None:
+        """What was learned just now stands, under a new version id; the steps after it wait in the log again."""
         context = self._context
-        await context.event("replay_diverged", step=step.n, recorded=step.fingerprint, replayed=learned.fingerprint)
-        again = await context.store.steps.void_from(context.job_id, step.n)
-        await self._apply(again[0], learned, {})
-        for later in again[1:]:
-            await self._apply(later, await self._call(self.client, later, trace=[]), {})
+        detail = {"recorded": step.fingerprint, "replayed": msgspec.to_builtins(learned.fingerprint)}
+        again = await replay.void_from(context.db, context.job_id, step.n, self.numerics, detail)
+        await self._apply(again[0], learned, {"time": learned.times}, {})
 
-    async def learn(self, step: Step, metrics: dict[str, object], traced: Sequence[int]) -> wire.Learned:
-        """Learn a recorded step, apply it, write its publication. `metrics`: the daemon's share of the row."""
+    async def learn(
+        self,
+        step: Step,
+        metrics: Mapping[str, object],
+        times: Callable[[], dict[str, float]],
+        shown: Sequence[RolloutId],
+    ) -> None:
+        """Learn a recorded step, apply it, write its publication.
+
+        `metrics`: the daemon's share of the row; `times`: its seconds, read when the step is learned; `shown`: the
+        rollouts whose tokens become samples.
+        """
         async with self._turn:
-            learned = await self._call(self.client, step, trace=[*traced])
+            learned = await self._call(self.client, step, trace=[*shown])
             crash.here("learn.answered")
-            await self._apply(step, learned, metrics)
+            samples = await describe(self._context, step, learned.traces)
+            await self._apply(step.id, learned, {**metrics, "time": {**times(), **learned.times}}, samples)
             crash.here("learn.applied")
-            if step.n < self._context.config.job.max_steps:
+            if step.n < self._context.max_steps:
                 await self._write()
-            return learned
 
     async def _call(self, client: LearnerClient, step: Step, trace: list[int]) -> wire.Learned:
         frames = await group_frames(self._context, step)
@@ -137,15 +145,16 @@ class Learner:
         call = wire.Learn(step=step.n, version_in=step.n - 1, groups=len(frames), settings=settings, trace=trace)
         return await client.learn(call, frames)
 
-    async def _apply(self, step: Step, learned: wire.Learned, metrics: dict[str, object]) -> None:
+    async def _apply(
+        self, step_id: StepId, learned: wire.Learned, metrics: Mapping[str, object], samples: Samples
+    ) -> None:
         """One transaction: step applied, fingerprint, new version, groups consumed, samples."""
-        context = self._context
-        row = {**learned.metrics, **metrics, "time": {**learned.times, **cast(dict[str, float], metrics.get("time", {}))}}
-        self.version = await context.store.steps.apply_step(
-            step.id,
+        self.version = await steps.apply_step(
+            self._context.db,
+            step_id,
             fingerprint=msgspec.to_builtins(learned.fingerprint),
-            metrics=row,
-            samples=await describe(context, step, learned.traces),
+            metrics={**learned.metrics, **metrics},
+            samples=samples,
         )
 
     async def _write(self) -> None:
@@ -156,12 +165,15 @@ class Learner:
         started = asyncio.get_running_loop().time()
         target = context.weights_dir / f"v{version.id}"
         published = await self._publish(target, None)
-        old, self.written = self.written, Publication(
-            version=version,
-            dir=target,
-            changed=published.changed,
-            canary=tuple(published.canary),
-            seconds=asyncio.get_running_loop().time() - started,
+        old, self.written = (
+            self.written,
+            Publication(
+                version=version,
+                dir=target,
+                changed=published.changed,
+                canary=tuple(published.canary),
+                seconds=asyncio.get_running_loop().time() - started,
+            ),
         )
         keep = {target, self.in_use, None if old is None else old.dir}
         for path in context.weights_dir.glob("v*"):
@@ -190,20 +202,19 @@ class Learner:
             if version is None:
                 raise LearnerFault("the learner has loaded nothing to save")
             target = context.job_dir / "checkpoints" / str(version.id)
-            row = await context.store.checkpoints.begin(context.job_id, version.id, str(target))
+            row = await checkpoints.begin(context.db, context.job_id, version.id, str(target))
             crash.here("save.begun")
             call = wire.Checkpoint(dir=str(target), version_id=version.id, epoch=context.epoch)
             saved = await self.client.checkpoint(call)
             crash.here("save.durable")
-            await context.store.checkpoints.commit(row, saved.manifest_sha, saved.nbytes)
+            await checkpoints.commit(context.db, row.id, saved.manifest_sha, saved.nbytes)
             crash.here("save.committed")
             await prune(context)
 
 
 async def prune(context: Context) -> None:
     """Delete checkpoints past `save_total_limit`, in the opposite order of making them, then rollouts they covered."""
-    store = context.store
-    for old in await store.checkpoints.prune(context.job_id, context.config.checkpoint.save_total_limit):
+    for old in await checkpoints.prune(context.db, context.job_id, context.config.checkpoint.save_total_limit):
         await asyncio.to_thread(shutil.rmtree, old.dir, ignore_errors=True)
-        await store.checkpoints.forget(old.id)
-    await store.checkpoints.collect_rollouts(context.job_id, context.config.checkpoint.save_total_limit)
+        await checkpoints.forget(context.db, old.id)
+    await checkpoints.collect_rollouts(context.db, context.job_id, context.config.checkpoint.save_total_limit)

@@ -14,6 +14,7 @@ must change the canary; and the canary must be near the reference. A failed one 
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from rlhfd.core import crash
@@ -24,8 +25,17 @@ from rlhfd.pipeline.context import Context
 from rlhfd.pipeline.generate import Generator
 from rlhfd.pipeline.learn import Learner, Publication
 from rlhfd.pipeline.published import assert_head
+from rlhfd.store import jobs, versions
 
 Canary = Sequence[bytes]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Served:
+    """A publication that the engine now serves; `seconds` from trained to served, the writing included."""
+
+    step: int
+    seconds: float
 
 
 class Publisher:
@@ -72,18 +82,18 @@ class Publisher:
         crash.here("publish.paused")
         await self._generator.drained(deadlines.pause)
 
-    async def publish(self) -> float:
-        """Load the newest publication, or merely resume where it is served already; seconds it took."""
+    async def publish(self) -> Served | None:
+        """Load the newest publication and say how long it took; None where it was served already: resume."""
         started = asyncio.get_running_loop().time()
         client = self._generator.client
         if client is None:
-            return 0.0
+            return None
         await self.hold()
         real, version = self._written(), self._generator.version
         if version is not None and real.version.id == version.id:
             await client.resume()
             self._paused, self._generator.open = False, True
-            return 0.0
+            return None
         try:
             served = await self._update(client, real)
         except WeightSyncError as error:
@@ -91,7 +101,8 @@ class Publisher:
             await client.pause("abort")
             served = await self._update(client, real)
         await self._in_service(client, real, served)
-        return asyncio.get_running_loop().time() - started
+        seconds = real.seconds + asyncio.get_running_loop().time() - started
+        return Served(step=real.version.step, seconds=round(seconds, 4))
 
     def _written(self) -> Publication:
         if self._learner.written is None:
@@ -101,11 +112,11 @@ class Publisher:
 
     async def _noise(self, client: VllmClient, real: Publication) -> float:
         """Mean |engine - reference| of the start model, measured once a job and kept with it."""
-        job = await self._context.store.jobs.job(self._context.job_id)
+        job = await jobs.job(self._context.db, self._context.job_id)
         if job.noise is not None:
             return job.noise
         noise = distance(await self._canary(client), real.canary).mean
-        await self._context.store.jobs.set_noise(job.id, noise)
+        await jobs.set_noise(self._context.db, job.id, noise)
         await self._context.event("canary_noise", mean=noise, tolerance=tolerance(noise))
         return noise
 
@@ -149,7 +160,7 @@ class Publisher:
             )
 
     async def _in_service(self, client: VllmClient, real: Publication, served: Canary) -> None:
-        await self._context.store.versions.publish(real.version.id)
+        await versions.publish(self._context.db, real.version.id)
         crash.here("publish.recorded")
         self._served = served
         self._generator.client, self._generator.version, self._generator.open = client, real.version, True

@@ -39,12 +39,14 @@ from rlhfd.core.plan import (
     missing,
     plan,
 )
-from rlhfd.core.types import Group, Ordinal, StepId, VersionStep
-from rlhfd.errors import DeadlineError, EngineError, RlhfdError
+from rlhfd.core.types import Ordinal, StepId, VersionStep
+from rlhfd.engines.rewards import RewardPool
+from rlhfd.errors import DeadlineError, EngineError
 from rlhfd.pipeline.context import Context
 from rlhfd.pipeline.crew import Crew
 from rlhfd.pipeline.samples import worth_showing
 from rlhfd.pipeline.stopwatch import Stopwatch, waits_for
+from rlhfd.store import chunks, groups, metrics, progress, steps, versions
 
 
 class Stop(StrEnum):
@@ -58,11 +60,11 @@ class Stop(StrEnum):
 class JobRun:
     """One attempt at one job."""
 
-    def __init__(self, context: Context, rules: Rules, crew: Crew) -> None:
+    def __init__(self, context: Context, pool: RewardPool) -> None:
         self._context = context
-        self._rules = rules
-        self._crew = crew
+        self._rules = rules_of(context)
         self._wake = asyncio.Event()
+        self._crew = Crew(context, pool, self._wake.set)
         self._tasks: dict[Key, asyncio.Task[None]] = {}
         self._failure: BaseException | None = None
         self._stop: Stop | None = None
@@ -76,7 +78,7 @@ class JobRun:
 
     async def run(self) -> Stop | None:
         """To the end of the job (None), or as it was asked to stop. Raises what failed it."""
-        keepers = asyncio.create_task(self._crew.run(self._wake))
+        keepers = asyncio.create_task(self._crew.run(), name="keepers")
         keepers.add_done_callback(self._settle)
         try:
             await self._loop()
@@ -126,14 +128,14 @@ class JobRun:
 
     async def _admit(self, count: int, view: View) -> None:
         context = self._context
-        first = await context.store.rollouts.next_ordinal(context.job_id)
+        first = await groups.next_ordinal(context.db, context.job_id)
         due = overlap.deadline(VersionStep(view.engine.version), self._rules.pace.max_staleness)
         rows = [
             (Ordinal(n), row_of(context.config.job.seed, n, context.snapshot.rows), due)
             for n in range(first, first + count)
         ]
         generations = context.config.rollout.num_generations
-        await context.store.rollouts.admit(context.job_id, rows, generations, view.start_version)
+        await groups.admit(context.db, context.job_id, rows, generations, VersionStep(view.start_version))
         self._wake.set()
 
     async def _record(self, ordinals: tuple[Ordinal, ...], view: View) -> None:
@@ -143,16 +145,20 @@ class JobRun:
         chosen.sort(key=lambda group: group.ordinal)
         lengths = {group.row: len(context.snapshot.row(group.row).tokens) for group in chosen}
         step = draft(chosen, lengths, context.config, n)
-        version = await context.store.versions.latest_trained(context.job_id)
-        await context.store.steps.record_step(
+        version = await versions.latest_trained(context.db, context.job_id)
+        await steps.record_step(
+            context.db,
             context.job_id,
-            n=n,
-            version_in=version.id,
-            seed=step.seed,
-            settings=msgspec.to_builtins(step.settings),
-            numerics=self._crew.learner.numerics,
-            groups=step.groups,
-            rollouts=step.rollouts,
+            steps.NewStep(
+                n=n,
+                version_in=version.id,
+                seed=step.seed,
+                max_staleness=self._rules.pace.max_staleness,
+                settings=msgspec.to_builtins(step.settings),
+                numerics=self._crew.learner.numerics,
+                groups=step.groups,
+                rollouts=step.rollouts,
+            ),
         )
         crash.here("step.recorded")
         self._wake.set()
@@ -181,39 +187,34 @@ class JobRun:
 
     async def _publish(self) -> None:
         """Load and check; its seconds join the row of the step that made the version."""
-        context, publisher = self._context, self._crew.publisher
-        seconds = await publisher.publish()
-        written = self._crew.learner.written
-        if written is not None and written.version.step > 0:
-            await context.store.steps.set_publish_time(
-                context.job_id, written.version.step, round(seconds + written.seconds, 4)
-            )
+        served = await self._crew.publisher.publish()
+        if served is not None and served.step > 0:
+            await progress.set_publish_time(self._context.db, self._context.job_id, served.step, served.seconds)
 
     async def _learn(self) -> None:
         context = self._context
-        step = await context.store.steps.recorded(context.job_id)
+        step = await steps.recorded(context.db, context.job_id)
         if step is None:
             return
-        groups = await context.store.rollouts.groups(step.groups)
-        metrics = await self._metrics(step.id, step.n, groups)
-        await self._crew.learner.learn(step, metrics, worth_showing(groups))
+        shown = worth_showing(await groups.groups(context.db, step.groups))
+        row = await self._metrics(step.id, step.n)
+        await self._crew.learner.learn(step, row, self._watch.lap, shown)
         self._crew.applied()
 
-    async def _metrics(self, step_id: StepId, n: int, groups: tuple[Group, ...]) -> dict[str, object]:
+    async def _metrics(self, step_id: StepId, n: int) -> dict[str, object]:
         """The daemon's share of the step's row; the learner's comes with its answer."""
-        store, job = self._context.store, self._context.job_id
-        facts = await store.steps.facts(step_id)
-        times = self._watch.lap()
+        context = self._context
+        facts = await progress.step_facts(context.db, step_id)
+        committed = await chunks.tokens_committed(context.db, context.job_id)
+        earlier = await metrics.metrics(context.db, context.job_id)
         return {
             **summarise(facts, version=VersionStep(n - 1)),
             "step": n,
             "version": n - 1,
-            "dropped_groups": await store.rollouts.dropped_since(job, n - 1),
+            "dropped_groups": await progress.dropped_at(context.db, context.job_id, n - 1),
             "overcommit": self._rules.pace.overcommit,
             "chunk_tokens": 0,
-            "tokens_generated": self._crew.generator.tokens_since(),
-            "time": times,
-            "groups": len(groups),
+            "tokens_generated": committed - sum(row["tokens_generated"] for row in earlier),
         }
 
     def _ended(self, key: Key, task: asyncio.Task[None]) -> None:
@@ -224,30 +225,26 @@ class JobRun:
         """A lost engine or learner is its keeper's business; every other failure is the job's."""
         error = None if task.cancelled() else task.exception()
         if error is not None:
-            role = self._crew.role_of(key) if isinstance(error, (EngineError, DeadlineError)) else None
-            if role is None or not isinstance(error, RlhfdError):
+            if not (isinstance(error, (EngineError, DeadlineError)) and self._crew.suspect(key, error)):
                 self._failure = self._failure or error
-            else:
-                self._crew.suspect(role, error)
         self._wake.set()
 
     # --- the view and the end -------------------------------------------------------------------------------------
 
     async def _view(self) -> View:
-        store, job_id, crew = self._context.store, self._context.job_id, self._crew
-        progress = await store.steps.progress(job_id)
+        context, crew = self._context, self._crew
+        stands = await progress.progress(context.db, context.job_id)
         written = crew.learner.written
         return View(
             rules=self._rules,
-            groups=await store.rollouts.live_groups(job_id),
-            applied=progress.applied,
-            recorded=progress.recorded,
-            saved=progress.saved,
-            learner=LearnerView(
-                ready=crew.learner.ready, written=-1 if written is None else written.version.step
-            ),
+            groups=await groups.live_groups(context.db, context.job_id),
+            applied=stands.applied,
+            recorded=stands.recorded,
+            planned=stands.planned,
+            saved=stands.saved,
+            learner=LearnerView(ready=crew.learner.ready, written=-1 if written is None else written.version.step),
             engine=EngineView(
-                open=crew.generator.open, version=progress.published, drained=crew.generator.in_flight == 0
+                open=crew.generator.open, version=stands.published, drained=crew.generator.in_flight == 0
             ),
             busy=frozenset(self._tasks) | crew.busy(),
         )
@@ -259,8 +256,8 @@ class JobRun:
                 await self._crew.publisher.hold()
                 learning = [task for key, task in self._tasks.items() if key[0] in {"learn", "save"}]
                 await asyncio.gather(*learning, return_exceptions=True)
-                progress = await self._context.store.steps.progress(self._context.job_id)
-                if self._crew.learner.ready and progress.saved < progress.applied:
+                stands = await progress.progress(self._context.db, self._context.job_id)
+                if self._crew.learner.ready and stands.saved < stands.applied:
                     await self._crew.learner.save()
         except (TimeoutError, EngineError, DeadlineError) as error:
             await self._context.event("drain_cut_short", why=str(error) or "it did not fit the time")
@@ -273,20 +270,17 @@ class JobRun:
 
 def rules_of(context: Context) -> Rules:
     """The job file's numbers as the planner takes them."""
-    rollout, resources = context.config.rollout, context.config.resources
-    shared = str(resources.learner).startswith("share:")
+    rollout = context.config.rollout
     pace = overlap.Pace(
         groups_per_step=rollout.groups_per_step,
         max_staleness=rollout.max_staleness,
         overcommit=overlap.cut_overcommit(rollout.overcommit, rollout.groups_per_step, rollout.max_staleness),
-        max_steps=context.config.job.max_steps,
+        max_steps=context.max_steps,
         batch_order=rollout.batch_order,
     )
     return Rules(
         pace=pace,
-        together=rollout.overlap_learning and not shared,
+        together=rollout.overlap_learning and not context.shared,
         save_steps=context.config.checkpoint.save_steps,
-        max_streams=context.config.generator.max_num_seqs,
+        max_streams=context.max_streams,
     )
-
-

@@ -2,18 +2,20 @@
 
 from array import array
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 from rlhfd.core.types import Group, Rollout, RolloutId, Step
 from rlhfd.core.wire import TokenTrace
 from rlhfd.pipeline.context import Context
+from rlhfd.store import chunks, groups
 
 SAMPLES = 4  # rollouts a step
+Samples: TypeAlias = dict[RolloutId, dict[str, Any]]
 
 
-def worth_showing(groups: Sequence[Group]) -> list[RolloutId]:
+def worth_showing(chosen: Sequence[Group]) -> list[RolloutId]:
     """Those with most versions and resumes first (a continued one is the rare case), then best, worst and longest."""
-    scored = [r for group in groups for r in group.rollouts if r.reward is not None]
+    scored = [r for group in chosen for r in group.rollouts if r.reward is not None]
     if not scored:
         return []
     mixed = sorted((r for r in scored if _span(r) or r.resumes), key=lambda r: (-_span(r), -r.resumes, r.id))
@@ -34,15 +36,15 @@ def _reward(rollout: Rollout) -> float:
     return 0.0 if rollout.reward is None else rollout.reward
 
 
-async def describe(context: Context, step: Step, traces: Sequence[TokenTrace]) -> dict[RolloutId, dict[str, Any]]:
+async def describe(context: Context, step: Step, traces: Sequence[TokenTrace]) -> Samples:
     """One JSON object a traced rollout, as `rlhfd samples` shows it; per-token lists have one entry a token."""
     if not traces:
         return {}
-    groups = await context.store.rollouts.groups(step.groups)
-    data = await context.store.rollouts.rollout_data(step.groups)
+    found = await groups.groups(context.db, step.groups)
+    data = await chunks.rollout_data(context.db, step.groups)
     uses = {use.rollout_id: use for use in step.rollouts}
-    places = {r.id: (group, r) for group in groups for r in group.rollouts}
-    shown: dict[RolloutId, dict[str, Any]] = {}
+    places = {r.id: (group, r) for group in found for r in group.rollouts}
+    shown: Samples = {}
     for trace in traces:
         rollout_id = RolloutId(trace.rollout_id)
         group, rollout = places[rollout_id]

@@ -8,12 +8,12 @@ unblocked by the end of a rollout; the k-th answer makes its group ready
 """
 
 import asyncio
-from array import array
 
 from rlhfd.core import wire
 from rlhfd.core.plan import Score
 from rlhfd.engines.rewards import RewardPool
 from rlhfd.pipeline.context import Context
+from rlhfd.store import chunks, rollouts
 
 
 class Scorer:
@@ -27,14 +27,14 @@ class Scorer:
     async def score(self, action: Score) -> None:
         """One rollout: all parts and their weighted sum, or failed with the first error."""
         context, rollout = self._context, action.rollout
-        tokens = await context.store.rollouts.tokens(rollout.id)
+        tokens = await chunks.tokens(context.db, rollout.id)
         prompt = context.snapshot.row(action.group.row)
         calls = [
             wire.Score(
                 rollout_id=rollout.id,
                 reward=number,
                 prompt=prompt.text,
-                tokens=array("i", tokens).tobytes(),
+                tokens=tokens,
                 columns=prompt.columns,
                 truncated=rollout.finish == "length",
             )
@@ -47,17 +47,9 @@ class Scorer:
             return
         parts = {name: answer.value or 0.0 for name, answer in zip(self._pool.names, answers, strict=True)}
         total = sum(weight * value for weight, value in zip(self._weights, parts.values(), strict=True))
-        await context.store.rollouts.score_rollout(rollout.id, parts=parts, reward=total, text=answers[0].text)
+        await rollouts.score_rollout(context.db, rollout.id, parts=parts, reward=total, text=answers[0].text)
 
     async def _fail(self, action: Score, answer: wire.Scored) -> None:
-        context, name = self._context, self._pool.names[answer.reward]
-        await context.event(
-            "reward_failed",
-            ordinal=action.group.ordinal,
-            k=action.rollout.k,
-            rollout=action.rollout.id,
-            reward=name,
-            kind=answer.error_kind,
-            error=answer.error,
-        )
-        await context.store.rollouts.fail_rollout(action.rollout.id, f"{name}: {answer.error}")
+        name = self._pool.names[answer.reward]
+        error = f"{name} ({answer.error_kind}): {answer.error}"
+        await rollouts.fail_rollout(self._context.db, action.rollout.id, error)
