@@ -24,7 +24,7 @@ from rlhfd.errors import JobFileError, RewardError
 from rlhfd.workers import reward_limits as limits
 from rlhfd.workers.channel import CHANNEL_FD, Channel
 from rlhfd.workers.reward_specs import display_names, prepare, read_specs
-from rlhfd.workers.scoring import Reward, Sample, evaluate
+from rlhfd.workers.scoring import ForeignError, Reward, Sample, evaluate, supervise
 
 LOGGED_FRAMES = 10  # of a user's traceback, the innermost
 
@@ -111,7 +111,7 @@ def _log(problem: RewardError) -> None:
 def set_up(frame: RewardSetup) -> tuple[Scorer, list[str]]:
     """Fence this process in, then load what the job brings. Raises JobFileError for rewards that can't be used."""
     home = os.getpid()
-    tokenizer = Tokenizer.from_file(frame.tokenizer_file)
+    tokenizer = _load_tokenizer(frame.tokenizer_file)
     os.chdir(frame.work_dir)
     limits.strip_environment(frame.work_dir)
     limits.quiet_streams()
@@ -123,6 +123,13 @@ def set_up(frame: RewardSetup) -> tuple[Scorer, list[str]]:
     limits.disarm_alarms()
     scorer = Scorer(rewards=rewards, timeouts=[spec.timeout for spec in specs], tokenizer=tokenizer, home=home)
     return scorer, display_names(rewards)
+
+
+def _load_tokenizer(file: str) -> Tokenizer:
+    try:
+        return supervise(lambda: Tokenizer.from_file(file))
+    except ForeignError as problem:
+        raise JobFileError(f"the tokenizer {file} can't be read: {problem}") from problem
 
 
 def serve(channel: Channel) -> None:
@@ -152,7 +159,7 @@ def _answer(scorer: Scorer, frame: AnyFrame) -> Scored | Decoded:
 
 def main() -> None:
     """Ends with status 0 after Shutdown, after a refusal, or when the daemon is gone."""
-    os.set_inheritable(int(os.environ[CHANNEL_FD]), False)  # noqa: FBT003  # what a reward starts must not hold it
+    os.set_inheritable(int(os.environ[CHANNEL_FD]), False)  # what a reward starts must not hold it
     channel = Channel.from_environment()
     with suppress(EOFError, ConnectionError):
         serve(channel)

@@ -144,7 +144,7 @@ def test_any_real_scalar_is_a_reward(value):
 
 @pytest.mark.parametrize("value", [None, "1", b"1", [1.0], (1,), {}, 1j, object(), np.array([1.0]), torch.ones(2), len])
 def test_anything_else_is_of_the_wrong_type(value):
-    with pytest.raises(RewardError, match="reward r returned .* not one number") as caught:
+    with pytest.raises(RewardError, match=r"reward r returned .* not one number") as caught:
         as_number(value, name="r")
     assert caught.value.kind == "wrong_type"
 
