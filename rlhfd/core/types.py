@@ -190,12 +190,15 @@ class StepRollout:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Step:
-    """One entry of the redo log: `groups` and `rollouts` in training order; settings as in wire.StepSettings."""
+    """One entry of the redo log: `groups` and `rollouts` in training order; settings as in wire.StepSettings.
+
+    `version_in` is None only in a step that was recorded again behind another one and waits for that one's version.
+    """
 
     id: StepId
     n: int
     state: StepState
-    version_in: VersionId
+    version_in: VersionId | None
     version_out: VersionId | None
     seed: int
     settings: dict[str, Any]

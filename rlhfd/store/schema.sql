@@ -40,6 +40,7 @@ CREATE TABLE job (
   idle_attempts INTEGER NOT NULL DEFAULT 0, -- attempts since the last applied step
   step INTEGER NOT NULL DEFAULT 0,          -- last applied step
   max_steps INTEGER NOT NULL CHECK(max_steps>0),
+  collected_tokens INTEGER NOT NULL DEFAULT 0, -- of rollouts that retention has deleted
   noise REAL,                               -- |engine - reference| of the start model's canary, mean
   reason TEXT,
   created_us INTEGER NOT NULL,
@@ -124,17 +125,18 @@ CREATE TABLE step (
   id INTEGER PRIMARY KEY AUTOINCREMENT,
   job_id INTEGER NOT NULL REFERENCES job(id),
   n INTEGER NOT NULL CHECK(n>0),
-  version_in INTEGER NOT NULL REFERENCES policy_version(id),
+  version_in INTEGER REFERENCES policy_version(id), -- NULL while a step before it, recorded again, is to be learned
   version_out INTEGER REFERENCES policy_version(id),
   state TEXT NOT NULL CHECK(state IN ('recorded','applied','void')),
   seed INTEGER NOT NULL,
+  max_staleness INTEGER NOT NULL CHECK(max_staleness>=0), -- the bound that its tokens were checked against
   settings TEXT NOT NULL,                   -- JSON of wire.StepSettings
   numerics TEXT NOT NULL,                   -- JSON of wire.Loaded.numerics
   fingerprint TEXT,                         -- JSON of wire.Fingerprint
   metrics TEXT,                             -- JSON, the row of `rlhfd metrics`
   recorded_us INTEGER NOT NULL,
   applied_us INTEGER,
-  CHECK((state='applied') <= (version_out IS NOT NULL AND fingerprint IS NOT NULL))
+  CHECK(state<>'applied' OR (version_in IS NOT NULL AND version_out IS NOT NULL AND fingerprint IS NOT NULL))
 ) STRICT;
 
 CREATE UNIQUE INDEX step_live ON step(job_id, n) WHERE state<>'void';
@@ -159,6 +161,8 @@ CREATE TABLE step_rollout (
   skipped INTEGER NOT NULL CHECK(skipped IN (0,1)),
   PRIMARY KEY(step_id, rollout_id)
 ) STRICT, WITHOUT ROWID;
+
+CREATE INDEX step_rollout_rollout ON step_rollout(rollout_id); -- or deleting a rollout scans the table
 
 -- What the learner used per token, for the few rollouts a step that `samples` shows; outlives the rollouts.
 CREATE TABLE sample (
