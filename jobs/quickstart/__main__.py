@@ -62,10 +62,11 @@ def train(daemon: Daemon) -> Trained:
     subprocess.run([sys.executable, "-m", "rlhfd", "run", str(JOB)], env=daemon.environ, check=True)
     ended = daemon.usage()
     seconds = time.monotonic() - began
-    job_id = str(json.loads(rlhfd(daemon, "ls", "--json"))[-1]["id"])
+    job_id = str(max(job["id"] for job in json.loads(rlhfd(daemon, "ls", "--json"))))
     steps = json.loads(rlhfd(daemon, "metrics", job_id, "--json"))
-    rlhfd(daemon, "export", job_id, "--version", "0", str(BUILD / "before"))
-    rlhfd(daemon, "export", job_id, str(BUILD / "after"))
+    for name, version in (("before", ["--version", "0"]), ("after", [])):
+        shutil.rmtree(BUILD / name, ignore_errors=True)  # of a run that was interrupted here
+        rlhfd(daemon, "export", job_id, *version, str(BUILD / name))
     return Trained(steps=steps, seconds=seconds, started=started, ended=ended)
 
 
