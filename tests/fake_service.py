@@ -65,7 +65,7 @@ def sample(step: int, k: int = 0) -> Object:
         "rollout": 10 * step + k,
         "ordinal": step - 1,
         "k": k,
-        "prompt": "\"What is 2 + 3?\"",
+        "prompt": '"What is 2 + 3?"',
         "completion": "It is 5.",
         "finish": "stop",
         "reward": 1.0,

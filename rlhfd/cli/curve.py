@@ -8,24 +8,34 @@ BLANK = 0x2800
 
 
 def curve(values: Sequence[float], *, width: int = 60, height: int = 8) -> list[str]:
-    """`height` lines of text with the range on the left; more values than 2 x width are averaged. [] for no values."""
+    """`height` lines of `width` cells with the range on their left; [] for no values.
+
+    More values than dots are averaged; fewer are joined by straight lines.
+    """
     if not values:
         return []
-    points = _thinned(values, 2 * width)
+    points = fitted(values, 2 * width)
     low, high = min(points), max(points)
     rows = [_level(value, low, high, 4 * height) for value in points]
-    cells = [[BLANK] * ((len(points) + 1) // 2) for _ in range(height)]
-    for column, (before, row) in enumerate(zip([rows[0], *rows], rows, strict=False)):
+    cells = [[BLANK] * width for _ in range(height)]
+    for column, (before, row) in enumerate(pairwise([rows[0], *rows])):
         for filled in range(min(before, row), max(before, row) + 1):
             cells[filled // 4][column // 2] |= DOTS[filled % 4][column % 2]
     return _labelled(["".join(map(chr, line)) for line in cells], low, high)
 
 
-def _thinned(values: Sequence[float], most: int) -> list[float]:
-    """At most `most` means of neighbours."""
-    n = min(len(values), most)
-    bounds = [i * len(values) // n for i in range(n + 1)]
-    return [sum(values[a:b]) / (b - a) for a, b in pairwise(bounds)]
+def fitted(values: Sequence[float], n: int) -> list[float]:
+    """`n` points: means of neighbours where there are more values, points on the lines between them where fewer."""
+    if len(values) >= n:
+        bounds = [i * len(values) // n for i in range(n + 1)]
+        return [sum(values[a:b]) / (b - a) for a, b in pairwise(bounds)]
+    return [_between(values, i * (len(values) - 1) / (n - 1)) for i in range(n)]
+
+
+def _between(values: Sequence[float], position: float) -> float:
+    left = int(position)
+    right = min(left + 1, len(values) - 1)
+    return values[left] + (values[right] - values[left]) * (position - left)
 
 
 def _level(value: float, low: float, high: float, rows: int) -> int:
@@ -37,9 +47,9 @@ def _level(value: float, low: float, high: float, rows: int) -> int:
 
 def _labelled(lines: list[str], low: float, high: float) -> list[str]:
     labels = [""] * len(lines)
-    labels[-1], labels[0] = f"{low:.3f}", f"{high:.3f}"
     if low == high:
-        labels = [""] * len(lines)
         labels[len(lines) // 2] = f"{low:.3f}"
+    else:
+        labels[0], labels[-1] = f"{high:.3f}", f"{low:.3f}"
     width = max(map(len, labels))
     return [f"{label:>{width}} ┤{line}" for label, line in zip(labels, lines, strict=True)]

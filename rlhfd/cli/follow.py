@@ -22,16 +22,8 @@ RETRY_SECONDS = 0.5
 class View(Protocol):
     """What shows a followed job; see `views`."""
 
-    def event(self, event: Object, /) -> None:
-        """Something happened."""
-        ...
-
-    def step(self, step: Object, /) -> None:
-        """One more step was learned."""
-        ...
-
-    def status(self, job: Object, /) -> None:
-        """Where the job stands now."""
+    def update(self, job: Object, events: list[Object], steps: list[Object], /) -> None:
+        """Where the job stands now, and what is new: events and learned steps."""
         ...
 
     def ended(self, job: Object, steps: list[Object], /) -> None:
@@ -70,13 +62,9 @@ def follow(
             time.sleep(RETRY_SECONDS)
             continue
         silent_since = None
-        for event in events:
-            view.event(event)
         event_id = events[-1]["id"] if events else event_id
-        for step in news:
-            view.step(step)
         steps += news
-        view.status(job)
+        view.update(job, events, news)
         if job["state"] in ENDED:
             return job, steps
 

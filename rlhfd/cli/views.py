@@ -26,16 +26,11 @@ def view_for(*, as_json: bool) -> View:
 class JsonLines:
     """One metrics object a line, then the job's last status."""
 
-    def event(self, _event: Object) -> None:
-        """Events are for people."""
-
-    def step(self, step: Object) -> None:
-        """Print the metrics."""
-        print_json(step)
+    def update(self, _job: Object, _events: list[Object], steps: list[Object]) -> None:
+        """Print the metrics; events are for people."""
+        for step in steps:
+            print_json(step)
         sys.stdout.flush()
-
-    def status(self, _job: Object) -> None:
-        """The last one is printed by `ended`."""
 
     def ended(self, job: Object, _steps: list[Object]) -> None:
         """Print the status."""
@@ -52,18 +47,13 @@ class Lines:
         self._pace = Pace()
         self._told = ""
 
-    def event(self, event: Object) -> None:
-        """Print it."""
-        self._say(event_line(event))
-
-    def step(self, step: Object) -> None:
-        """Print reward, speed and the time left."""
-        self._pace.add(step)
-        self._say(self._pace.line())
-
-    def status(self, job: Object) -> None:
-        """Print a state or phase that is new."""
-        self._pace.max_steps = job["max_steps"]
+    def update(self, job: Object, events: list[Object], steps: list[Object]) -> None:
+        """Print what is new."""
+        for event in events:
+            self._say(event_line(event))
+        for step in steps:
+            self._pace.add(step)
+            self._say(self._pace.line(job["max_steps"]))
         told = standing(job)
         if told != self._told:
             self._say(told)
@@ -90,23 +80,15 @@ class Bar:
         self._pace = Pace()
         self._progress.start()
 
-    def event(self, event: Object) -> None:
-        """Print it above the bar."""
-        self._progress.console.print(event_line(event), style="dim")
-
-    def step(self, step: Object) -> None:
-        """Move the bar."""
-        self._pace.add(step)
-
-    def status(self, job: Object) -> None:
-        """Say where the job stands."""
-        self._pace.max_steps = job["max_steps"]
+    def update(self, job: Object, events: list[Object], steps: list[Object]) -> None:
+        """Print the events above the bar and move it."""
+        for event in events:
+            self._progress.console.print(event_line(event), style="dim")
+        for step in steps:
+            self._pace.add(step)
+        most = job["max_steps"]
         self._progress.update(
-            self._task,
-            description=standing(job),
-            total=job["max_steps"],
-            completed=job["step"],
-            pace=self._pace.line(),
+            self._task, description=standing(job), total=most, completed=job["step"], pace=self._pace.line(most)
         )
 
     def ended(self, job: Object, steps: list[Object]) -> None:
@@ -122,33 +104,32 @@ class Pace:
     """How fast it goes, from the last few steps."""
 
     def __init__(self) -> None:
-        self.max_steps = 0
         self._recent: deque[Object] = deque(maxlen=RECENT)
 
     def add(self, step: Object) -> None:
         """Take in one more step."""
         self._recent.append(step)
 
-    def line(self) -> str:
+    def line(self, max_steps: int) -> str:
         """Step, reward, tokens/s, time left; empty before the first step."""
         if not self._recent:
             return ""
         last = self._recent[-1]
-        shown = [f"step {last['step']}/{self.max_steps or '?'}", f"reward {number(last['reward_mean'])}"]
+        shown = [f"step {last['step']}/{max_steps}", f"reward {number(last['reward_mean'])}"]
         rate = tokens_per_second(last)
         if rate is not None:
             shown.append(f"{rate:.0f} tokens/s")
-        left = self.time_left()
+        left = self.time_left(max_steps)
         if left is not None:
             shown.append(f"{seconds(left)} left")
         return "  ".join(shown)
 
-    def time_left(self) -> float | None:
+    def time_left(self, max_steps: int) -> float | None:
         """Seconds, at the mean of the last steps; None before it can be said."""
         spans = [t for s in self._recent if (t := times(s).get("total")) is not None]
-        if not spans or not self.max_steps:
+        if not spans:
             return None
-        return (self.max_steps - self._recent[-1]["step"]) * sum(spans) / len(spans)
+        return (max_steps - self._recent[-1]["step"]) * sum(spans) / len(spans)
 
 
 def standing(job: Object) -> str:

@@ -70,7 +70,9 @@ def job_file(tmp_path) -> Path:
 def write_job(directory: Path, name: str = "adder") -> Path:
     directory.mkdir(exist_ok=True)
     (directory / "prompts.jsonl").write_text('{"prompt": "1 + 1?", "answer": 2}\n')
-    (directory / "rewards.py").write_text("def right(completion, answer):\n    return float(str(answer) in completion)\n")
+    (directory / "rewards.py").write_text(
+        "def right(completion, answer):\n    return float(str(answer) in completion)\n"
+    )
     path = directory / "job.toml"
     path.write_text(JOB.format(name=name))
     return path

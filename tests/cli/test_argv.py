@@ -38,6 +38,8 @@ def test_a_plain_status_line_is_recognised(line, where, job, as_json):
     assert plain_question(line.split()) == (where, job, as_json)
 
 
-@pytest.mark.parametrize("line", ["", "ls", "status", "status --help", "status 3 4", "status -- 3", "--socket status 3"])
+@pytest.mark.parametrize(
+    "line", ["", "ls", "status", "status --help", "status 3 4", "status -- 3", "--socket status 3"]
+)
 def test_any_other_line_is_left_to_typer(line):
     assert plain_question(line.split()) is None
