@@ -99,6 +99,7 @@ TYPES = {"int": "a whole number", "float": "a number", "bool": "true or false", 
 class Deadlines(Section):
     """Seconds after which a wait is an error that names what it waited for."""
 
+    inspect: float = Field(default=900.0, gt=0, description="model and data at submit, a conversion or download included")
     engine_start: float = Field(default=600.0, gt=0, description="a generator, until it is healthy")
     first_token: float = Field(default=120.0, gt=0, description="a request, until its first event")
     event_gap: float = Field(default=60.0, gt=0, description="between two events of a stream")
@@ -121,6 +122,10 @@ class Settings(Section):
     devices: tuple[str, ...] | None = Field(default=None, strict=False, description="GPU UUIDs to use; default: all")
     cpu_devices: tuple[tuple[Whole, ...], ...] | None = Field(
         default=None, strict=False, description="core sets that stand for devices where there is no GPU"
+    )
+    cache_dir: str | None = Field(default=None, min_length=1, description="converted and downloaded models")
+    generator_module: str = Field(
+        default="vllm.entrypoints.openai.api_server", min_length=1, description="Python module that serves vLLM's HTTP"
     )
     allow_remote_code: bool = Field(default=False, description="whether a job may ask for trust_remote_code")
     allow_download: bool = Field(default=False, description="whether a job may ask for allow_download")

@@ -22,6 +22,7 @@ POINTS: frozenset[str] = frozenset(
         "save.begun",
         "save.committed",
         "save.durable",
+        "step.recorded",
     }
 )
 

@@ -1,4 +1,4 @@
-"""`rlhfd audit`: is every stored log-prob what the version it names gives?
+"""`rlhfd audit`: whether every stored log-prob is what the version it names gives.
 
 Weights are derived again, from the oldest checkpoint whose later steps still have their rollouts, by replaying the
 redo log. At version s the tokens labelled s are compared (they must agree), and those labelled s - 1 (they must not:
@@ -67,10 +67,10 @@ async def audit(house: House, supervisor: Supervisor, job_id: JobId) -> AsyncIte
         raise UsageError(f"job {job_id} has no checkpoint from which its stored rollouts can be derived again")
     tally = Tally()
     async with replica(house, supervisor, job, base, "audit") as held:
-        steps = await steps.applied_after(house.db, job_id, held.step)
-        for done, step in enumerate([*steps, None]):
+        log = await steps.applied_after(house.db, job_id, held.step)
+        for done, step in enumerate([*log, None]):
             await _compare(held, tally, held.step + done)
-            yield {"phase": f"version {held.step + done}", "done": done + 1, "total": len(steps) + 1}
+            yield {"phase": f"version {held.step + done}", "done": done + 1, "total": len(log) + 1}
             if step is not None:
                 await _replay(held, step)
     yield await _report(house, job_id, tally)

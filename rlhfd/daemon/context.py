@@ -7,7 +7,6 @@ from rlhfd.config import JobConfig
 from rlhfd.core.placement import Device, Role
 from rlhfd.core.types import Job
 from rlhfd.daemon.house import House
-from rlhfd.engines.vllm_server import VLLM
 from rlhfd.pipeline.context import Context
 from rlhfd.pipeline.prompts import Snapshot
 
@@ -37,7 +36,7 @@ def make_context(job: Job, config: JobConfig, devices: Mapping[Role, tuple[Devic
         canary=tuple(tuple(sequence) for sequence in job.facts["canary"]),
         max_model_len=config.model.max_model_len or model["max_model_len"],
         max_streams=int(streams),
-        engine_module=house.settings.engine_module or VLLM,
+        engine_module=house.settings.generator_module,
         devices=devices,
         job_dir=job_dir,
         run_dir=house.state.run(job.id),

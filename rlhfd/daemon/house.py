@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from rlhfd.config import Settings
 from rlhfd.core.placement import Device
@@ -20,4 +21,5 @@ class House:
     settings: Settings
     epoch: Epoch
     nursery: Nursery
+    cache: Path  # converted and downloaded models
     inventory: Callable[[], Sequence[Device]]

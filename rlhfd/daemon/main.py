@@ -22,6 +22,7 @@ from rlhfd.api import create_app, serve_api
 from rlhfd.config import Settings
 from rlhfd.core import procfs
 from rlhfd.core.placement import Device
+from rlhfd.core.places import cache_dir
 from rlhfd.daemon.house import House
 from rlhfd.daemon.notify import notify, watchdog_seconds
 from rlhfd.daemon.service import DaemonService
@@ -75,16 +76,25 @@ async def serve(settings: Settings, state_dir: Path, socket: Path) -> None:
 async def _epoch(settings: Settings, state: StateDir, db: Database, socket: Path) -> None:
     boot = procfs.boot_id()
     epoch = await epochs.begin_epoch(db, pid=os.getpid(), boot_id=boot, version=rlhfd.__version__)
-    for child in await children.stale_children(db, epoch, boot):
+    for child in await children.stale_children(db, boot):
         await sweep(child.session_id, child.started_ticks)
         await children.forget_child(db, child)
     state.clear_leftovers()
     nursery = Nursery(db)
 
     def devices() -> Sequence[Device]:
-        return inventory(cpu_devices=settings.cpu_devices)
+        found = inventory(cpu_devices=settings.cpu_devices)
+        return [d for d in found if d.kind == "cpu" or settings.devices is None or d.id in settings.devices]
 
-    house = House(state=state, db=db, settings=settings, epoch=epoch, nursery=nursery, inventory=devices)
+    house = House(
+        state=state,
+        db=db,
+        settings=settings,
+        epoch=epoch,
+        nursery=nursery,
+        cache=Path(settings.cache_dir) if settings.cache_dir else cache_dir(os.environ),
+        inventory=devices,
+    )
     supervisor = Supervisor(house)
     service = DaemonService(house=house, desk=Desk(house=house), supervisor=supervisor)
     async with serve_api(create_app(service), socket) as api:
@@ -111,7 +121,7 @@ async def _until_signalled(db: Database, supervisor: Supervisor, api: "asyncio.T
     done, _ = await asyncio.wait({*tasks, signalled, api}, return_when=asyncio.FIRST_COMPLETED)
     for task in (*tasks, signalled):
         task.cancel()
-    await asyncio.gather(*tasks, signalled, return_exceptions=True)
+    await asyncio.wait({*tasks, signalled})
     for task in done - {signalled}:
         task.result()
         raise StorageError(f"the daemon's {task.get_name()} ended by itself")

@@ -1,4 +1,4 @@
-"""A learner of its own for a short task (audit, export): loaded from a checkpoint, its devices given back at the end."""
+"""A learner of its own for a short task (audit, export): loaded from a checkpoint, its devices given back after it."""
 
 import sys
 from collections.abc import AsyncGenerator

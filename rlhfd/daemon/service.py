@@ -18,6 +18,7 @@ from rlhfd.daemon.house import House
 from rlhfd.daemon.logs import read_log
 from rlhfd.daemon.submit import Desk
 from rlhfd.daemon.supervisor import Supervisor
+from rlhfd.errors import UsageError
 from rlhfd.pipeline.run import Stop
 from rlhfd.store import events, jobs, metrics
 
@@ -57,24 +58,23 @@ class DaemonService:
         job = await jobs.job(self.house.db, job_id)
         match verb:
             case "pause":
-                await self._stop(job, Stop.PAUSE, {JobState.QUEUED, JobState.RUNNING}, JobState.PAUSED)
+                if not await self._stopped(job, Stop.PAUSE):
+                    await jobs.pause(self.house.db, job_id, "paused by its owner")
             case "cancel":
-                states = {JobState.QUEUED, JobState.RUNNING, JobState.PAUSED}
-                await self._stop(job, Stop.CANCEL, states, JobState.CANCELLED)
-            case "resume":
-                await jobs.move(self.house.db, job_id, {JobState.PAUSED}, JobState.QUEUED)
-            case "retry":
-                await jobs.move(self.house.db, job_id, {JobState.FAILED, JobState.CANCELLED}, JobState.QUEUED)
+                if not await self._stopped(job, Stop.CANCEL):
+                    await jobs.cancel(self.house.db, job_id, "cancelled by its owner")
+            case "resume" | "retry":
+                _refuse_unless(job, verb)
+                await jobs.requeue(self.house.db, job_id)
         self.supervisor.poke()
         return await self.job(job_id)
 
-    async def _stop(self, job: Job, stop: Stop, sources: set[JobState], to: JobState) -> None:
+    async def _stopped(self, job: Job, stop: Stop) -> bool:
         """Through its run where it has one: acknowledged tokens are committed first."""
-        if job.state in sources:
-            await jobs.set_desired(self.house.db, job.id, Desired(stop.value))
-            if await self.supervisor.stop(job.id, stop):
-                return
-        await jobs.move(self.house.db, job.id, sources, to, f"{_DONE[stop]} by its owner")
+        if job.state is not JobState.RUNNING:
+            return False
+        await jobs.set_desired(self.house.db, job.id, Desired(stop.value))
+        return await self.supervisor.stop(job.id, stop)
 
     async def metrics(self, job_id: JobId, after: int) -> list[Object]:
         """The applied steps past `after`, in order."""
@@ -106,7 +106,7 @@ class DaemonService:
 
     async def doctor(self) -> list[Object]:
         """The checks that only the daemon can make."""
-        return checks(self.house.state, self.supervisor)
+        return checks(self.house)
 
     def _status(self, job: Job) -> dict[str, Any]:
         return {
@@ -124,7 +124,13 @@ class DaemonService:
         }
 
 
-_DONE = {Stop.PAUSE: "paused", Stop.CANCEL: "cancelled"}
+_TAKES = {"resume": {JobState.PAUSED}, "retry": {JobState.FAILED, JobState.CANCELLED}}
+
+
+def _refuse_unless(job: Job, verb: Verb) -> None:
+    if job.state not in _TAKES[verb]:
+        wanted = " or ".join(sorted(state.value for state in _TAKES[verb]))
+        raise UsageError(f"job {job.id} is {job.state.value}; {verb} takes a {wanted} one")
 
 
 def _iso(us: int) -> str:

@@ -71,7 +71,7 @@ class Desk:
                         "job": resolved(config),
                         "files": {name: str(self.house.state.file(digest)) for name, digest in files.items()},
                         "out_dir": str(out),
-                        "cache_dir": str(self.house.settings.cache_dir),
+                        "cache_dir": str(self.house.cache),
                         "allow_download": self.house.settings.allow_download,
                         "allow_remote_code": self.house.settings.allow_remote_code,
                     }
@@ -118,6 +118,7 @@ class Desk:
         place = RewardPlace(
             files=facts["files"],
             files_dir=self.house.state.root / "files",
+            columns=facts["prompts"]["columns"],
             tokenizer=self.house.state.prompts(facts["prompts"]["sha256"]) / "tokenizer.json",
             work_dir=self.house.state.root / "tmp" / f"rewards-{uuid.uuid4().hex}",
             log_path=self.house.state.root / "logs" / "submit.log",

@@ -116,13 +116,12 @@ class Supervisor:
         return held | self._borrowed
 
     async def _fill(self) -> None:
-        for job in await jobs.queue(self._house.db):
+        for job in await jobs.queue(self._house.db, self._house.epoch):
             if job.id in self._running:
                 continue
             if job.idle_attempts >= self._house.settings.retries and job.state is JobState.RUNNING:
-                await self._fail(
-                    job.id, f"{job.idle_attempts} attempts without an applied step; see rlhfd logs {job.id}"
-                )
+                idle = f"{job.idle_attempts} attempts without an applied step; see rlhfd logs {job.id}"
+                await jobs.fail(self._house.db, job.id, idle)
                 continue
             await self._try(job)
 
@@ -130,7 +129,7 @@ class Supervisor:
         try:
             found = place(wants(parse_job(job.spec)), self._house.inventory(), self._leased())
         except JobFileError as error:
-            await self._fail(job.id, str(error))
+            await jobs.fail(self._house.db, job.id, str(error))
             return
         if isinstance(found, Wait):
             if job.reason != found.reason:
@@ -151,14 +150,15 @@ class Supervisor:
                 raise
             ended = Stop.CANCEL if (await jobs.job(self._house.db, job.id)).desired is Desired.CANCEL else Stop.PAUSE
         except DiskFullError as error:
-            await self._move(job.id, JobState.PAUSED, f"{error}; make room, then: rlhfd resume {job.id}")
+            await jobs.pause(self._house.db, job.id, f"{error}; make room, then: rlhfd resume {job.id}")
             ended = Stop.DRAIN
         except RlhfdError as error:
-            await self._fail(job.id, str(error))
+            await jobs.fail(self._house.db, job.id, str(error))
             ended = Stop.DRAIN
         except Exception as error:  # the supervisor: a bug in one job must not end the others
             log.exception("job %d", job.id)
-            await self._fail(job.id, f"rlhfd has a bug: {type(error).__name__}: {error}; see logs/daemon.log")
+            bug = f"rlhfd has a bug: {type(error).__name__}: {error}; see logs/daemon.log"
+            await jobs.fail(self._house.db, job.id, bug)
             ended = Stop.DRAIN
         finally:
             self._running.pop(job.id, None)
@@ -172,6 +172,7 @@ class Supervisor:
         place = RewardPlace(
             files=job.facts["files"],
             files_dir=self._house.state.root / "files",
+            columns=job.facts["prompts"]["columns"],
             tokenizer=self._house.state.prompts(job.facts["prompts"]["sha256"]) / "tokenizer.json",
             work_dir=context.job_dir / "rewards",
             log_path=context.log_path("rewards"),
@@ -187,20 +188,13 @@ class Supervisor:
             await asyncio.to_thread(shutil.rmtree, context.weights_dir, ignore_errors=True)
 
     async def _settle(self, job_id: JobId, ended: Stop | None) -> None:
+        db = self._house.db
         match ended:
             case None:
-                await self._move(job_id, JobState.DONE, None)
+                await jobs.finish(db, job_id)
             case Stop.PAUSE:
-                await self._move(job_id, JobState.PAUSED, "paused by its owner")
+                await jobs.pause(db, job_id, "paused by its owner")
             case Stop.CANCEL:
-                await self._move(job_id, JobState.CANCELLED, "cancelled by its owner")
+                await jobs.cancel(db, job_id, "cancelled by its owner")
             case Stop.DRAIN:
                 return
-
-    async def _fail(self, job_id: JobId, reason: str) -> None:
-        await self._move(job_id, JobState.FAILED, reason)
-
-    async def _move(self, job_id: JobId, to: JobState, reason: str | None) -> None:
-        """From running; a job that can't be placed fails from the queue."""
-        sources = {JobState.RUNNING, JobState.QUEUED} if to is JobState.FAILED else {JobState.RUNNING}
-        await jobs.move(self._house.db, job_id, sources, to, reason)

@@ -19,7 +19,7 @@ from rlhfd.store.db import Database
 class Context:
     """One attempt at one job. `devices`: the lease, role -> devices; `attempt` names its log files.
 
-    `engine_module`: what `python -m` runs as the generator; `max_streams`: requests it takes at once; lengths in tokens.
+    `engine_module`: what `python -m` runs as the generator; `max_streams`: requests it takes at once.
     """
 
     job_id: JobId

@@ -56,6 +56,7 @@ class Crew:
     async def run(self) -> None:
         """Keep all of them alive until cancelled; raises what one of them could not recover from."""
         await self._pool.start()
+        self.scorer.up.set()
         tasks = [asyncio.create_task(keeper.run()) for keeper in self._keepers.values()]
         try:
             await asyncio.gather(*tasks)

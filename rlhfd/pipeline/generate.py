@@ -26,7 +26,7 @@ ROW = 64  # tokens of a stored row: packs best into 4 KiB pages
 
 @dataclass(kw_only=True, slots=True)
 class Stream:
-    """A rollout in flight: what is committed (`length`), what is not yet (the buffers), whether a row came since it was sent."""
+    """A rollout in flight: committed (`length`), not yet committed (the buffers); `gained`: a row came, or it ended."""
 
     rollout: Rollout
     length: int
@@ -143,8 +143,10 @@ class Generator:
             await rollouts.release_rollout(context.db, stream.rollout.id)
 
     async def close_gate(self, patience: float) -> bool:
-        """Let no new request through, once every stream now in flight has gained a row, so that publications cannot eat
-        all progress by re-prefilling. False where the patience (seconds) ran out first.
+        """Let no new request through, once every stream now in flight has gained a row.
+
+        Without that wait publications could eat all progress by re-prefilling. False where `patience` (seconds) ran
+        out first: the gate is closed all the same.
         """
         waiting = [s.gained.wait() for s in self._streams.values()]
         try:

@@ -21,7 +21,7 @@ LOG_LINES = 15
 
 
 class Keeper:
-    """One role of one job attempt. `spawn` starts the child, `bring_up` puts it into service, `on_loss` takes it out."""
+    """One role of one attempt. `spawn` starts the child, `bring_up` puts it into service, `on_loss` takes it out."""
 
     def __init__(
         self,

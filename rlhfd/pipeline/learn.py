@@ -14,6 +14,7 @@ import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeAlias
 
 import msgspec
 
@@ -28,6 +29,7 @@ from rlhfd.pipeline.samples import Samples, describe
 from rlhfd.store import checkpoints, replay, steps, versions
 
 PROBE_SEED = 20_231
+Times: TypeAlias = Callable[[], dict[str, float]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,10 +19,14 @@ WORKERS = 2
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RewardPlace:
-    """Where a pool lives. `files`: carried name -> SHA-256; `work_dir`: becomes the workers' private directories."""
+    """Where a pool lives.
+
+    files: carried name -> SHA-256; columns: the rows' extras; work_dir: becomes the workers' private directories.
+    """
 
     files: Mapping[str, str]
     files_dir: Path
+    columns: Sequence[str]
     tokenizer: Path
     work_dir: Path
     log_path: Path
@@ -53,9 +57,9 @@ def reward_pool(config: JobConfig, place: RewardPlace, nursery: Nursery, size: i
             specs=json.dumps(_specs(config, place.files)),
             files_dir=str(place.files_dir),
             tokenizer_file=str(place.tokenizer),
+            columns=list(place.columns),
         ),
         timeouts=[reward.timeout for reward in config.reward],
-        retries=max(reward.retries for reward in config.reward),
         size=size,
         work_dir=place.work_dir,
     )

@@ -50,7 +50,7 @@ from rlhfd.store import chunks, groups, metrics, progress, steps, versions
 
 
 class Stop(StrEnum):
-    """Why a run is asked to end early. drain: the daemon goes; the job stays `running` and goes on at the next start."""
+    """Why a run ends early. drain: the daemon goes; the job stays `running` and goes on at the next start."""
 
     PAUSE = "pause"
     CANCEL = "cancel"
@@ -224,9 +224,9 @@ class JobRun:
     def _settle(self, task: asyncio.Task[None], key: Key | None = None) -> None:
         """A lost engine or learner is its keeper's business; every other failure is the job's."""
         error = None if task.cancelled() else task.exception()
-        if error is not None:
-            if not (isinstance(error, (EngineError, DeadlineError)) and self._crew.suspect(key, error)):
-                self._failure = self._failure or error
+        on_child = isinstance(error, (EngineError, DeadlineError)) and self._crew.suspect(key, error)
+        if error is not None and not on_child:
+            self._failure = self._failure or error
         self._wake.set()
 
     # --- the view and the end -------------------------------------------------------------------------------------

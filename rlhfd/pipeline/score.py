@@ -22,10 +22,12 @@ class Scorer:
     def __init__(self, context: Context, pool: RewardPool) -> None:
         self._context = context
         self._pool = pool
+        self.up = asyncio.Event()  # the pool has a worker; one that has none yet knows no names
         self._weights = [reward.weight for reward in context.config.reward]
 
     async def score(self, action: Score) -> None:
         """One rollout: all parts and their weighted sum, or failed with the first error."""
+        await self.up.wait()
         context, rollout = self._context, action.rollout
         tokens = await chunks.tokens(context.db, rollout.id)
         prompt = context.snapshot.row(action.group.row)
