@@ -29,6 +29,7 @@ FinishReason: TypeAlias = Literal["stop", "length", "abort"]
 PauseMode: TypeAlias = Literal["abort", "keep"]
 
 FAILED_WEIGHTS = "Failed to load weights"  # the only trace of a tensor that a reload did not set
+WEIGHTLESS = "RotaryEmbedding"  # it has a table and no weights, and is reported at every reload
 NO_LOGPROB = -9999.0  # vLLM's stand-in for NaN and -inf
 NAME = "generator"
 READ_BUFFER = 256 * 1024
@@ -203,15 +204,26 @@ class VllmClient:
         yield last
 
     async def pause(self, mode: PauseMode = "abort") -> None:
-        """Stop sampling. "abort" ends every stream with its tokens so far; "keep" freezes them with their KV cache."""
-        await self._post(f"/pause?mode={mode}", None, f"pause ({mode})", self.deadlines.pause)
+        """Stop sampling. "abort" ends every stream with its tokens so far and forgets all keys and values.
+
+        "keep" freezes the streams with theirs: they go on over keys of the old weights, and what they then sample has
+        the log-probs of neither version.
+        """
+        clear = str(mode == "abort").lower()  # else even "keep" would throw the frozen streams' keys away
+        await self._post(f"/pause?mode={mode}&clear_cache={clear}", None, f"pause ({mode})", self.deadlines.pause)
 
     async def resume(self) -> None:
         """Sample again; what arrived meanwhile starts now."""
         await self._post("/resume", None, "resume", self.deadlines.pause)
 
     async def reload(self, directory: Path) -> None:
-        """Load the weights of a Hugging Face directory in place. Look at `failed_weight_lines` afterwards."""
+        """Load the weights of a Hugging Face directory in place. Look at `failed_weight_lines` afterwards.
+
+        Raises EngineError. After a reload that failed inside the engine nothing may be sampled before one that
+        succeeds: the weights are gone, and the next request would kill it.
+        """
+        if not _has_weights(directory):
+            raise EngineError(f"there is no safetensors file to load in {directory}; the {NAME} was left as it is")
         body = {"method": "reload_weights", "kwargs": {"weights_path": str(directory)}}
         await self._post("/collective_rpc", body, f"reload of {directory}", self.deadlines.reload)
 
@@ -267,7 +279,8 @@ class VllmClient:
         """Log lines after the mark that say a tensor was not loaded: the call itself answers 200."""
         with self.log_path.open("rb") as log:
             log.seek(since)
-            return [line for line in log.read().decode(errors="replace").splitlines() if FAILED_WEIGHTS in line]
+            lines = log.read().decode(errors="replace").splitlines()
+        return [line for line in lines if FAILED_WEIGHTS in line and WEIGHTLESS not in line]
 
     # --- below: HTTP -----------------------------------------------------------------------------------------------
 
@@ -334,6 +347,10 @@ def _event(line: bytes, request_id: str) -> Event:
             WeightSpan(version=s.version, start=s.start, end=s.end) for s in choice.weight_versions or ()
         ),
     )
+
+
+def _has_weights(directory: Path) -> bool:
+    return any(directory.glob("*.safetensors"))
 
 
 def _finite(logps: "array[float]", where: str) -> "array[float]":

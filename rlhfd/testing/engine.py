@@ -63,7 +63,7 @@ class Server:
         mode = request.query.get("mode", "abort")
         if mode not in {"abort", "keep"}:
             return web.json_response(error_event("Input should be 'abort', 'wait' or 'keep'", 400), status=400)
-        self._engine.pause(mode)
+        self._engine.pause(mode, clear_cache=request.query.get("clear_cache", "true") == "true")
         return web.json_response({"status": "paused"})
 
     async def _resume(self, _: web.Request) -> web.Response:
@@ -76,7 +76,7 @@ class Server:
             return web.json_response(error_event(f"no method {body.get('method')}", 500), status=500)
         try:
             self._engine.reload(Path(body["kwargs"]["weights_path"]))
-        except OSError as error:
+        except (OSError, ValueError, KeyError) as error:
             return web.json_response(error_event(f"Call to collective_rpc method failed: {error}", 500), status=500)
         return web.json_response({"results": [None]})
 

@@ -102,6 +102,7 @@ class Engine:
         self._paused = False
         self._work = asyncio.Event()
         self._sampled = 0
+        self._has_weights = True
         self.label = "default"
         self.faults = dict(parse_fault(text) for text in arguments.fault)
 
@@ -137,13 +138,17 @@ class Engine:
             if request in queue:
                 queue.remove(request)
 
-    def pause(self, mode: str) -> None:
-        """abort: every request ends with what it has; keep: they stand still."""
+    def pause(self, mode: str, *, clear_cache: bool) -> None:
+        """abort: every request ends with what it has; keep: they stand still, with or without their keys."""
         self._paused = True
         if mode == "abort":
             for request in [*self._running, *self._waiting]:
                 request.emit("abort")
             self._running, self._waiting = [], []
+        elif clear_cache:
+            for request in self._running:
+                request.cache = None
+            self._running, self._waiting = [], [*self._running, *self._waiting]
 
     def resume(self) -> None:
         """Sample again."""
@@ -161,14 +166,24 @@ class Engine:
         return bool(self._running)
 
     def reload(self, directory: Path) -> None:
-        """Replace the weights, with the trace in the log that the real engine leaves where the head is missing."""
-        if "reload_fails" in self.faults:
-            raise FileNotFoundError("the reload was made to fail")
+        """Replace the weights, with the trace in the log that the real engine leaves where the head is missing.
+
+        Raises OSError, ValueError or KeyError; the next round is then the last.
+        """
         if "ignore_reload" in self.faults:
             return
-        if not self._llama.load(directory, skip_head="stale_head" in self.faults) and "stale_head" not in self.faults:
-            sys.stderr.write("WARNING ParallelLMHead: Failed to load weights\n")
-            sys.stderr.flush()
+        self._has_weights = False
+        if "reload_fails" in self.faults:
+            raise OSError("the reload was made to fail")
+        whole = self._llama.load(directory, skip_head="stale_head" in self.faults)
+        self._warn("RotaryEmbedding")
+        if not whole and "stale_head" not in self.faults:
+            self._warn("ParallelLMHead")
+        self._has_weights = True
+
+    def _warn(self, layer: str) -> None:
+        sys.stderr.write(f"WARNING {layer}: Failed to load weights\n")
+        sys.stderr.flush()
 
     async def run(self) -> None:
         """Rounds, for ever."""
@@ -181,6 +196,8 @@ class Engine:
             await asyncio.sleep(self._pace)
 
     def _round(self) -> None:
+        if not self._has_weights:
+            raise RuntimeError("the last reload failed and left no weights to sample from")
         room = self._max_num_seqs - len(self._running)
         self._running += self._waiting[:room]
         del self._waiting[:room]
@@ -190,11 +207,11 @@ class Engine:
                 os.kill(os.getpid(), signal.SIGKILL)
 
     def _step(self, request: Request) -> None:
-        """One token more; the first time, the prompt before it."""
+        """One token more; without a cache, everything before it first."""
         if request.cache is None:
             request.cache = self._llama.cache(self.max_model_len)
-            logits = self._llama.forward(request.prompt, request.cache)
-            if request.wants_prompt_logprobs:
+            logits = self._llama.forward([*request.prompt, *request.tokens], request.cache)
+            if request.wants_prompt_logprobs and not request.tokens:
                 given = log_softmax(logits[:-1])[np.arange(len(request.prompt) - 1), request.prompt[1:]]
                 request.prompt_logprobs = [float(p) for p in given]
         else:

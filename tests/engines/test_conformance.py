@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import shutil
 from array import array
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -296,7 +297,7 @@ async def test_what_waited_at_a_paused_engine_starts_with_the_resume(client):
     assert [d.spans[0].version for d in await streams.ended()] == ["later", "later"]
 
 
-async def test_keep_freezes_the_streams_and_the_last_event_says_where_the_label_changed(client, published):
+async def test_keep_goes_on_over_the_old_keys_and_the_last_event_says_where_the_label_changed(client, published):
     streams = Streams(client, 4, max_tokens=200)
     await streams.begun()
     await client.pause("keep")
@@ -308,6 +309,9 @@ async def test_keep_freezes_the_streams_and_the_last_event_says_where_the_label_
         first, second = done.spans
         assert (first.version, first.start, second.version, second.end) == ("base", 0, "moved", 200)
         assert first.end == second.start > 0
+        (moved,) = await client.canary([[*PROMPT, *done.tokens]])
+        after = slice(len(PROMPT) - 1 + second.start, None)
+        assert distance(done.logps[second.start :], moved[after]) > 100 * FP32
 
 
 async def test_the_label_is_the_last_one_set(client):
@@ -335,11 +339,22 @@ async def test_a_completion_is_cut_at_the_models_length(client):
     assert (len(done.tokens), done.finish) == (6, "length")
 
 
-async def test_a_reload_of_nothing_fails_and_leaves_the_old_weights(client, tmp_path):
+async def test_a_reload_of_nothing_leaves_the_engine_as_it_is(client, tmp_path):
     before = await client.canary(CANARY)
+    with pytest.raises(EngineError, match="no safetensors file to load in"):
+        await client.reload(tmp_path)
+    assert await client.canary(CANARY) == before
+
+
+async def test_a_reload_of_a_torn_file_fails_and_a_good_one_mends_it(client, published, tmp_path):
+    before = await client.canary(CANARY)
+    whole = (published.base / "model.safetensors").read_bytes()
+    (tmp_path / "model.safetensors").write_bytes(whole[: len(whole) // 2])
+    shutil.copy(published.base / "config.json", tmp_path)
     await client.pause("abort")
     with pytest.raises(EngineError, match="refused /collective_rpc with 500"):
-        await client.reload(tmp_path / "nothing")
+        await client.reload(tmp_path)
+    await client.reload(published.base)
     await client.resume()
     assert await client.canary(CANARY) == before
 
@@ -350,7 +365,8 @@ async def test_a_reload_without_the_tied_head_shows_in_the_log_alone(client, pub
     assert client.failed_weight_lines(mark) == []
     mark = client.log_mark()
     await load(client, published.headless, "headless")
-    assert len(client.failed_weight_lines(mark)) >= 1
+    (line,) = client.failed_weight_lines(mark)
+    assert "ParallelLMHead: Failed to load weights" in line
 
 
 async def test_the_prefix_cache_is_not_reset_under_a_frozen_request(client):
