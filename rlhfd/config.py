@@ -99,7 +99,9 @@ TYPES = {"int": "a whole number", "float": "a number", "bool": "true or false", 
 class Deadlines(Section):
     """Seconds after which a wait is an error that names what it waited for."""
 
-    inspect: float = Field(default=900.0, gt=0, description="model and data at submit, a conversion or download included")
+    inspect: float = Field(
+        default=900.0, gt=0, description="model and data at submit, a conversion or download included"
+    )
     engine_start: float = Field(default=600.0, gt=0, description="a generator, until it is healthy")
     first_token: float = Field(default=120.0, gt=0, description="a request, until its first event")
     event_gap: float = Field(default=60.0, gt=0, description="between two events of a stream")

@@ -1,0 +1,126 @@
+"""A model's directory: found, checked before anything loads it, and measured without loading its weights.
+
+name in the job ─resolve─► directory ─check_safe─► config + safetensors headers ─measure─► facts
+"""
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from rlhfd.config import ModelSection
+from rlhfd.errors import JobFileError
+from rlhfd.workers import bundled
+
+CONFIGS = ("config.json", "generation_config.json", "tokenizer_config.json", "processor_config.json")
+PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
+FETCHED = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]  # of a hub repository: no code, no pickles
+FETCHED_TRUSTED = [*FETCHED, "*.py"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Permissions:
+    """What the daemon's settings allow; the job has to ask for it as well."""
+
+    download: bool
+    remote_code: bool
+
+
+def resolve(model: ModelSection, cache_dir: Path, allowed: Permissions) -> Path:
+    """The directory of the named model: local, bundled, cached or fetched. Raises JobFileError."""
+    name = model.model_name_or_path
+    if Path(name).is_absolute():
+        return Path(name)
+    if name.lower() == bundled.NAME:
+        return bundled.smollm2_directory(cache_dir)
+    if model.allow_download and not allowed.download:
+        raise JobFileError(
+            "model.allow_download = true is not allowed by this daemon's settings: put the model into its cache "
+            "beforehand, or set allow_download = true there"
+        )
+    return _of_hub(model)
+
+
+def _of_hub(model: ModelSection) -> Path:
+    import huggingface_hub
+    from huggingface_hub import constants
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    name = model.model_name_or_path
+    wanted = FETCHED_TRUSTED if model.trust_remote_code else FETCHED
+    try:
+        found = cast("Any", huggingface_hub).snapshot_download(
+            name, local_files_only=not model.allow_download, allow_patterns=wanted
+        )
+    except HFValidationError as error:
+        raise JobFileError(
+            f'model.model_name_or_path = "{name}" is neither a directory nor a Hugging Face id: correct it'
+        ) from error
+    except LocalEntryNotFoundError as error:
+        advice = (
+            "the network was tried in vain" if model.allow_download else "set model.allow_download = true to fetch it"
+        )
+        raise JobFileError(
+            f'model.model_name_or_path = "{name}" is neither a directory nor in the cache {constants.HF_HUB_CACHE}: '
+            f"{advice}, or give a directory"
+        ) from error
+    except (HfHubHTTPError, OSError) as error:
+        raise JobFileError(
+            f'model.model_name_or_path = "{name}" could not be fetched ({first_line(error)}): give another id, or a '
+            "directory"
+        ) from error
+    return Path(found)
+
+
+def check_safe(directory: Path, model: ModelSection, allowed: Permissions) -> None:
+    """Refuse code and pickles, unless job and daemon both trust them. Raises JobFileError."""
+    try:
+        files = sorted(path.name for path in directory.iterdir())
+        unreadable = next((name for name in files if not os.access(directory / name, os.R_OK)), None)
+    except OSError as error:
+        raise JobFileError(
+            f"the model directory {directory} can't be read ({error.strerror}): it must be there and readable for the "
+            "daemon"
+        ) from error
+    if unreadable is not None:
+        raise JobFileError(f"{directory / unreadable} can't be read: make it readable for the daemon")
+    danger = _danger(directory, files)
+    if danger is None or (model.trust_remote_code and allowed.remote_code):
+        return
+    missing = "this daemon's settings do not allow it" if model.trust_remote_code else "the job does not trust it"
+    raise JobFileError(
+        f"the model directory {directory} has {danger}, and {missing}: use a model of plain safetensors, or set "
+        "model.trust_remote_code = true and allow_remote_code = true in the daemon's settings"
+    )
+
+
+def _danger(directory: Path, files: list[str]) -> str | None:
+    """What in the directory could run code when it is loaded."""
+    for name in CONFIGS:
+        if name in files and "auto_map" in read_json(directory / name):
+            return f"an auto_map in {name}, which loads code"
+    if (code := next((name for name in files if name.endswith(".py")), None)) is not None:
+        return f"code in {code}"
+    if not any(name.endswith(".safetensors") for name in files):
+        pickle = next((name for name in files if name.endswith(PICKLES)), None)
+        return None if pickle is None else f"pickled weights in {pickle} and no safetensors"
+    return None
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object of the model's directory, {} if the file is not there. Raises JobFileError."""
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, RecursionError) as error:
+        raise JobFileError(f"{path} is no JSON that can be read ({first_line(error)}): the model is damaged") from error
+    if not isinstance(data, dict):
+        raise JobFileError(f"{path} holds no JSON object: the model is damaged")
+    return cast("dict[str, Any]", data)
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says, short enough for a sentence."""
+    return str(error).strip().partition("\n")[0][:300] or type(error).__name__
