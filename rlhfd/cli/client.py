@@ -8,10 +8,11 @@ import json
 import os
 import socket
 from collections.abc import Generator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from http.client import HTTPConnection, HTTPException, HTTPResponse
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeAlias
 
 from rlhfd import errors
@@ -20,6 +21,7 @@ from rlhfd.errors import DeadlineError, NoDaemonError, NotPermittedError, RlhfdE
 
 Object: TypeAlias = dict[str, Any]
 PING_SECONDS = 5.0
+PIECE = 1024 * 1024
 ANSWER_SECONDS = 60.0  # an ordinary answer; a daemon whose disk is slow is still given time
 BY_STATUS: dict[int, type[RlhfdError]] = {
     kind.exit_status: kind
@@ -54,7 +56,7 @@ def refusal(sentence: str, exit_status: int) -> RlhfdError:
 
 class _UnixConnection(HTTPConnection):
     def __init__(self, path: Path, timeout: float) -> None:
-        super().__init__("rlhfd", timeout=timeout)
+        super().__init__("rlhfd", timeout=timeout, blocksize=PIECE)
         self._path = path
 
     def connect(self) -> None:
@@ -71,7 +73,7 @@ class Daemon:
 
     def get(self, path: str, *, timeout: float = ANSWER_SECONDS, **query: object) -> Any:
         """The JSON at a path under /v1; None leaves a parameter out."""
-        with self.stream("GET", path, timeout=timeout, **query) as response:
+        with self.stream("GET", path + _query(query), timeout=timeout) as response:
             return json.loads(response.read())
 
     def post(self, path: str, body: Object | None = None, *, timeout: float = ANSWER_SECONDS) -> Any:
@@ -82,29 +84,40 @@ class Daemon:
 
     def has_file(self, sha256: str) -> bool:
         """Whether the daemon has the bytes of this hash."""
-        with self._answer("HEAD", f"/files/{sha256}", None, ANSWER_SECONDS) as response:
+        with self._answer("HEAD", f"/files/{sha256}", None, {}, ANSWER_SECONDS) as response:
             return response.status == 200
 
     def put_file(self, sha256: str, file: Path) -> None:
         """Send a file's bytes."""
-        with file.open("rb") as source, self.stream("PUT", f"/files/{sha256}", body=source) as response:
-            response.read()
+        with file.open("rb") as source:
+            headers = {"Content-Length": str(os.fstat(source.fileno()).st_size)}
+            with self.stream("PUT", f"/files/{sha256}", body=source, headers=headers) as response:
+                response.read()
 
     @contextmanager
     def stream(
-        self, method: str, path: str, *, body: Any = None, timeout: float = ANSWER_SECONDS, **query: object
+        self,
+        method: str,
+        path: str,
+        *,
+        body: Any = None,
+        headers: Mapping[str, str] = MappingProxyType({}),
+        timeout: float = ANSWER_SECONDS,
     ) -> Generator[HTTPResponse]:
         """An answer to read while the context is open; `timeout` is the longest silence, seconds."""
-        with self._answer(method, path + _query(query), body, timeout) as response:
+        with self._answer(method, path, body, headers, timeout) as response:
             if response.status >= 400:
                 raise _refused(response)
             yield response
 
     @contextmanager
-    def _answer(self, method: str, path: str, body: Any, timeout: float) -> Generator[HTTPResponse]:
+    def _answer(
+        self, method: str, path: str, body: Any, headers: Mapping[str, str], timeout: float
+    ) -> Generator[HTTPResponse]:
         connection = _UnixConnection(self.path, timeout)
         try:
-            connection.request(method, "/v1" + path, body, {"Connection": "close"})
+            with suppress(BrokenPipeError, ConnectionResetError):  # refused before it was read: the answer says why
+                connection.request(method, "/v1" + path, body, {"Connection": "close", **headers})
             yield connection.getresponse()
         except TimeoutError as error:
             raise DeadlineError(f"the daemon on {self.path} did not answer {path} within {timeout:g} s") from error

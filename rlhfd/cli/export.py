@@ -42,7 +42,8 @@ def _fetch(asked: Daemon, job_id: int, version: int | None, target: Path) -> int
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.absolute().parent))
     try:
-        with asked.stream("GET", f"/jobs/{job_id}/export", version=version, timeout=MAKE_SECONDS) as response:
+        query = "" if version is None else f"?version={version}"
+        with asked.stream("GET", f"/jobs/{job_id}/export{query}", timeout=MAKE_SECONDS) as response:
             nbytes = _unpack(response, temporary)
         temporary.chmod(0o755)
         temporary.replace(target)

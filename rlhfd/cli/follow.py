@@ -14,7 +14,7 @@ from rlhfd.cli.ending import INTERRUPTED, complain
 from rlhfd.errors import NoDaemonError, RlhfdError
 
 ENDED = frozenset({"done", "failed", "cancelled"})
-POLL_SECONDS = 10.0
+POLL_SECONDS = 2.0  # also how often what it does now is asked for
 PATIENCE_SECONDS = 180.0  # for a daemon that is being restarted
 RETRY_SECONDS = 0.5
 

@@ -12,7 +12,7 @@ from typing import IO
 from rlhfd.cli.client import PING_SECONDS, Daemon, Where, refusal
 from rlhfd.cli.printing import harmless
 from rlhfd.core.places import server_socket, state_dir
-from rlhfd.errors import DeadlineError, NoDaemonError
+from rlhfd.errors import AlreadyRunningError, DeadlineError, NoDaemonError
 
 READY_SECONDS = 120.0
 DRAIN_SECONDS = 600.0  # its children get a checkpoint written first
@@ -30,11 +30,15 @@ class OwnDaemon:
     log: IO[bytes]
 
     def wait_ready(self) -> Daemon:
-        """Wait until it answers. Raises what it ended with, or DeadlineError; both show the end of its log."""
+        """Wait until a daemon answers: this one, or the one that won the race for the state directory.
+
+        Raises what it ended with, or DeadlineError; both show the end of its log.
+        """
         daemon = Daemon(self.socket)
         until = time.monotonic() + READY_SECONDS
         while time.monotonic() < until:
-            self.check()
+            if not self.lost_the_race:
+                self.check()
             try:
                 daemon.get("/ping", timeout=PING_SECONDS)
             except NoDaemonError:
@@ -42,6 +46,11 @@ class OwnDaemon:
             else:
                 return daemon
         raise DeadlineError(f"the daemon did not answer on {self.socket} within {READY_SECONDS:g} s{self.tail()}")
+
+    @property
+    def lost_the_race(self) -> bool:
+        """Another daemon has the state directory; it may still be starting."""
+        return self.process.poll() == AlreadyRunningError.exit_status
 
     def check(self) -> None:
         """Raise what the daemon ended with, if it did: the error of its exit status."""

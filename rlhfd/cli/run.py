@@ -47,6 +47,8 @@ def _with_own(daemon: own.OwnDaemon, job: Submission, *, again: bool, as_json: b
     try:
         asked = daemon.wait_ready()
         begun = _begin(asked, job, again=again)
+        if daemon.lost_the_race:
+            return follow.to_the_end(asked, begun, as_json=as_json)
         ended = follow.show(asked, begun["id"], as_json=as_json, check=daemon.check)
     except KeyboardInterrupt:
         return _interrupted(daemon)

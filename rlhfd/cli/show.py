@@ -137,7 +137,7 @@ def _sample(sample: Object) -> str:
         facts.append(f"continued {sample['resumes']}x")
     tail = prompt_text(sample["prompt"])
     prompt = tail if len(tail) <= PROMPT_TAIL else "…" + tail[-PROMPT_TAIL:]
-    return harmless(f"── {' · '.join(facts)}\n{prompt}\n── answer\n{sample['completion']}")
+    return harmless(f"── {' · '.join(facts)}\n{prompt}\n── answer\n{sample['completion'] or ''}")
 
 
 def prompt_text(stored: str) -> str:

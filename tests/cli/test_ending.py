@@ -10,7 +10,6 @@ import pytest
 from rlhfd.__main__ import main
 from rlhfd.cli import status as status_module
 from rlhfd.cli.app import COMMANDS
-from rlhfd.errors import NoDaemonError
 
 CPU_SECONDS = 0.25
 RUNS = 5
@@ -84,9 +83,11 @@ def test_help_names_every_command_whole(capsys):
     assert "..." not in out.partition("Commands:")[2]
 
 
-def test_an_error_is_a_trace_under_debug(tmp_path):
-    with pytest.raises(NoDaemonError):
-        main(["--debug", "--socket", str(tmp_path / "none"), "ls"])
+def test_an_error_is_a_trace_too_under_debug(tmp_path, capsys):
+    assert main(["--debug", "--socket", str(tmp_path / "none"), "ls"]) == 69
+    said = capsys.readouterr().err
+    assert said.startswith("Traceback")
+    assert said.splitlines()[-1].startswith("rlhfd: no daemon answers")
 
 
 def test_a_bug_is_a_sentence_without_debug():

@@ -1,6 +1,7 @@
 """run: with a live daemon or its own, to the end or to Ctrl-C."""
 
 import asyncio
+import io
 import json
 import os
 import signal
@@ -10,12 +11,14 @@ from pathlib import Path
 
 import pytest
 
+from rlhfd.api import create_app, serve_api
 from rlhfd.cli import follow as following
 from rlhfd.cli.client import Daemon
+from rlhfd.cli.own import OwnDaemon
 from rlhfd.cli.run import the_line_that_goes_on
 from rlhfd.errors import NoDaemonError
 from tests.cli.conftest import write_job
-from tests.fake_service import metric
+from tests.fake_service import FakeService, metric
 
 ROOT = Path(__file__).parents[2]
 WITH_FAKE = (
@@ -102,6 +105,17 @@ def test_a_daemon_that_does_not_start_shows_the_end_of_its_log(tmp_path):
     assert status == 1
     assert "the daemon ended with status 1: it said" in err
     assert "No module named no_such_module" in err
+
+
+async def test_a_daemon_that_lost_the_race_for_the_state_directory_leads_to_the_winner(tmp_path, socket_path):
+    program = subprocess.Popen([sys.executable, "-c", "raise SystemExit(75)"])
+    await asyncio.to_thread(program.wait, 60)
+    loser = OwnDaemon(process=program, socket=socket_path, log=io.BytesIO())
+    waiting = asyncio.create_task(asyncio.to_thread(loser.wait_ready))
+    async with serve_api(create_app(FakeService(tmp_path)), socket_path):
+        winner = await asyncio.wait_for(waiting, 30)
+        assert (await asyncio.to_thread(winner.get, "/ping"))["pid"] == 4242
+    assert loser.lost_the_race
 
 
 def test_a_bad_job_file_starts_no_daemon(tmp_path):

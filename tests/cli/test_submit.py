@@ -5,6 +5,7 @@ import json
 
 import pytest
 
+from rlhfd.api import peer
 from rlhfd.cli import jobs
 from rlhfd.errors import JobFileError
 from tests.cli.conftest import write_job
@@ -78,6 +79,14 @@ async def test_what_the_daemon_refuses_is_told_with_its_status(cli, service, job
     service.refusal = JobFileError("model x is unknown; name a directory")
     outcome = await cli("submit", str(job_file))
     assert (outcome.status, outcome.out, outcome.err) == (78, "", "rlhfd: model x is unknown; name a directory\n")
+
+
+async def test_a_stranger_is_told_so_even_while_sending_a_large_file(cli, service, job_file, monkeypatch):
+    monkeypatch.setattr(peer, "peer_of", lambda _: peer.Peer(pid=1, uid=54321, gids=frozenset(), socket_gid=None))
+    (job_file.parent / "prompts.jsonl").write_bytes(b'{"prompt": "x"}\n' * 1_000_000)
+    outcome = await cli("submit", str(job_file))
+    assert outcome.status == 77
+    assert "may not change anything here" in outcome.err
 
 
 async def test_a_watched_job_gives_its_own_exit_status(cli, service, job_file, monkeypatch):
