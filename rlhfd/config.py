@@ -125,7 +125,7 @@ class Settings(Section):
     cpu_devices: tuple[tuple[Whole, ...], ...] | None = Field(
         default=None, strict=False, description="core sets that stand for devices where there is no GPU"
     )
-    cache_dir: str | None = Field(default=None, min_length=1, description="converted and downloaded models")
+    cache_dir: str | None = Field(default=None, min_length=1, description="converted models; default: the user's cache")
     generator_module: str = Field(
         default="vllm.entrypoints.openai.api_server", min_length=1, description="Python module that serves vLLM's HTTP"
     )

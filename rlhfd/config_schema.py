@@ -56,7 +56,7 @@ class ModelSection(Section):
         default=None, description="tokens, prompt and completion; default: the model's own"
     )
     trust_remote_code: bool = Field(
-        default=False, description="take a model with code or pickles; the daemon must allow it too"
+        default=False, description="take a model with code of its own; the daemon must allow it too"
     )
     allow_download: bool = Field(
         default=False, description="fetch the id from the hub at submit; the daemon must allow it too"

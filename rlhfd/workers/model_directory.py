@@ -74,7 +74,7 @@ def _of_hub(model: ModelSection) -> Path:
 
 
 def check_safe(directory: Path, model: ModelSection, allowed: Permissions) -> None:
-    """Refuse code and pickles, unless job and daemon both trust them. Raises JobFileError."""
+    """Refuse pickled weights, and code unless job and daemon both trust it. Raises JobFileError."""
     try:
         files = sorted(path.name for path in directory.iterdir())
         unreadable = next((name for name in files if not os.access(directory / name, os.R_OK)), None)
@@ -85,27 +85,34 @@ def check_safe(directory: Path, model: ModelSection, allowed: Permissions) -> No
         ) from error
     if unreadable is not None:
         raise JobFileError(f"{directory / unreadable} can't be read: make it readable for the daemon")
-    danger = _danger(directory, files)
-    if danger is None or (model.trust_remote_code and allowed.remote_code):
+    if not any(name.endswith(".safetensors") for name in files):
+        _refuse_pickles(directory, files)
+    code = _code(directory, files)
+    if code is None or (model.trust_remote_code and allowed.remote_code):
         return
     missing = "this daemon's settings do not allow it" if model.trust_remote_code else "the job does not trust it"
     raise JobFileError(
-        f"the model directory {directory} has {danger}, and {missing}: use a model of plain safetensors, or set "
+        f"the model directory {directory} has {code}, and {missing}: use a model without code of its own, or set "
         "model.trust_remote_code = true and allow_remote_code = true in the daemon's settings"
     )
 
 
-def _danger(directory: Path, files: list[str]) -> str | None:
-    """What in the directory could run code when it is loaded."""
+def _refuse_pickles(directory: Path, files: list[str]) -> None:
+    """Unpickling runs code, and nothing here reads such weights, whoever trusts them."""
+    pickle = next((name for name in files if name.endswith(PICKLES)), None)
+    if pickle is not None:
+        raise JobFileError(
+            f"the model directory {directory} has pickled weights in {pickle} and no safetensors: save the model "
+            "again with save_pretrained"
+        )
+
+
+def _code(directory: Path, files: list[str]) -> str | None:
+    """What in the directory would run code when it is loaded."""
     for name in CONFIGS:
         if name in files and "auto_map" in read_json(directory / name):
             return f"an auto_map in {name}, which loads code"
-    if (code := next((name for name in files if name.endswith(".py")), None)) is not None:
-        return f"code in {code}"
-    if not any(name.endswith(".safetensors") for name in files):
-        pickle = next((name for name in files if name.endswith(PICKLES)), None)
-        return None if pickle is None else f"pickled weights in {pickle} and no safetensors"
-    return None
+    return next((f"code in {name}" for name in files if name.endswith(".py")), None)
 
 
 def read_json(path: Path) -> dict[str, Any]:
