@@ -126,7 +126,7 @@ class Channel:
         """One wait. Whatever ends it early breaks the channel."""
         if self.broken:
             raise EngineDiedError(f"the channel can't be used for {what}: {self.broken}")
-        self.broken = f"{what} was given up"
+        self.broken = f"{what} is in flight, or was given up"
         try:
             async with asyncio.timeout(deadline):
                 yield

@@ -1,4 +1,4 @@
-"""Steps for a learner to learn: rollouts of a tiny model with made-up log-probs near its own, and frames around them."""
+"""Steps for a learner to learn: rollouts of a tiny model, made-up log-probs near its own, frames around them."""
 
 from array import array
 from collections.abc import Sequence
@@ -58,7 +58,7 @@ def silent(_phase: str, _done: int, _total: int) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Made:
-    """A step as a test thinks of it: per rollout prompt, completion, behaviour log-probs, versions, advantage, place."""
+    """A rollout as a test thinks of it."""
 
     id: int
     prompt: list[int]
@@ -87,7 +87,7 @@ class Made:
 
 
 def make_rollouts(policy: Policy, *, version: int, count: int = 6, seed: int = 0, noise: float = 0.2) -> list[Made]:
-    """Random completions; behaviour log-probs are the policy's own plus noise; labels rise from version - 3 to version."""
+    """Random completions; behaviour log-probs are the policy's own plus noise; versions rise to `version`."""
     random = Random(seed)
     blank: list[Made] = []
     for number in range(count):
