@@ -266,9 +266,12 @@ class VllmClient:
         }
         answer = await self._post("/inference/v1/generate", body, "canary", self.deadlines.canary)
         entries = _decoded(_scored, answer, "a canary").prompt_logprobs[1:]
-        logps = array("f", [e[t].logprob for e, t in zip(entries, sequence[1:], strict=True) if e is not None])
-        if len(logps) != len(sequence) - 1:
+        if len(entries) != len(sequence) - 1 or None in entries:
             raise EngineError(f"the {NAME} left out log-probs of a canary of {len(sequence)} tokens")
+        try:
+            logps = array("f", [e[t].logprob for e, t in zip(entries, sequence[1:], strict=True) if e is not None])
+        except KeyError:
+            raise EngineError(f"the {NAME} gave log-probs of other tokens than the canary's") from None
         return _finite(logps, "a canary")
 
     def log_mark(self) -> int:

@@ -171,10 +171,8 @@ async def serve(options: argparse.Namespace) -> None:
     await web.UnixSite(runner, options.uds).start()
     rounds = asyncio.create_task(engine.run())
     stopped = asyncio.create_task(stop.wait())
-    done, _ = await asyncio.wait({rounds, stopped}, return_when=asyncio.FIRST_COMPLETED)
-    rounds.cancel()
-    await runner.cleanup()
-    if rounds in done:
+    await asyncio.wait({rounds, stopped}, return_when=asyncio.FIRST_COMPLETED)
+    if rounds.done():
         rounds.result()
 
 
