@@ -34,7 +34,7 @@ from rlhfd.store.connection import Link, translated
 T = TypeVar("T")
 
 WINDOW = 0.020  # seconds between commits under load
-BURST = 8  # commits that may follow each other at once
+BURST = 16  # commits that may follow each other at once
 BATCH = 256  # functions in one commit
 WRITE_SECONDS = 60.0  # a commit that takes longer: the disk hangs
 READ_SECONDS = 30.0
@@ -67,7 +67,7 @@ class Pace:
 class Database:
     """`rlhfd.db`. Open with `async with await Database.open(path) as db`, or call `close` in a `finally`."""
 
-    def __init__(self, path: Path, *, clock: Callable[[], int], writer: Link, readers: list[Link]) -> None:
+    def __init__(self, path: Path, *, clock: Callable[[], int], pace: Pace, writer: Link, readers: list[Link]) -> None:
         self.path = path
         self.now_us = clock
         self.epoch: Epoch | None = None  # set by epochs.begin_epoch; from then on every COMMIT checks it
@@ -79,15 +79,15 @@ class Database:
         self._pending: deque[Unit] = deque()
         self._committing: list[Unit] = []
         self._arrived, self._due = asyncio.Event(), asyncio.Event()
-        self._pace = Pace(self._loop.time())
+        self._pace = pace
         self._closing = False
         self._broken: StorageError | None = None
         self._last_event, self._news = 0, asyncio.Event()
         self._task = asyncio.create_task(self._write_all(), name="store writer")
 
     @classmethod
-    async def open(cls, path: Path, *, clock: Callable[[], int] = wall_us) -> Self:
-        """Create or migrate, then open.
+    async def open(cls, path: Path, *, clock: Callable[[], int] = wall_us, window: float = WINDOW) -> Self:
+        """Create or migrate, then open. `window`: seconds between commits under load.
 
         Raises StateError for a file that is damaged, of a newer rlhfd or not rlhfd's (it stays byte for byte as it
         is), DiskFullError, StorageError.
@@ -100,7 +100,8 @@ class Database:
             for _ in range(READERS):
                 readers.append(await Link.open(path, readonly=True))
                 opened.push_async_callback(readers[-1].close)
-            database = cls(path, clock=clock, writer=writer, readers=readers)
+            pace = Pace(asyncio.get_running_loop().time(), window=window)
+            database = cls(path, clock=clock, pace=pace, writer=writer, readers=readers)
             opened.pop_all()
             return database
 
