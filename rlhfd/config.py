@@ -15,7 +15,7 @@ import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar, cast, get_args
+from typing import Annotated, Any, TypeVar, cast, get_args
 
 from pydantic import BaseModel, Field, ValidationError
 from pydantic_core import ErrorDetails
@@ -122,7 +122,7 @@ class Settings(Section):
     state_dir: str | None = Field(default=None, min_length=1, description="where everything durable lives")
     socket: str | None = Field(default=None, min_length=1, description="where clients connect")
     devices: tuple[str, ...] | None = Field(default=None, strict=False, description="GPU UUIDs to use; default: all")
-    cpu_devices: tuple[tuple[Whole, ...], ...] | None = Field(
+    cpu_devices: tuple[Annotated[tuple[Whole, ...], Field(strict=False)], ...] | None = Field(
         default=None, strict=False, description="core sets that stand for devices where there is no GPU"
     )
     cache_dir: str | None = Field(default=None, min_length=1, description="converted models; default: the user's cache")

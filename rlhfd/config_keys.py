@@ -130,7 +130,6 @@ FOREIGN: Final[Mapping[str, str]] = {
     "rollout.response_length": "rollout.max_completion_length",
     "rollout.tensor_model_parallel_size": "resources.generator",
     "rollout.gpu_memory_utilization": "generator.engine_args",
-    "optim.lr": "learner.learning_rate",
     "optim.lr_warmup_steps": "learner.warmup_steps",
     "clip_ratio": "algorithm.epsilon",
     "clip_ratio_low": "algorithm.epsilon",
@@ -177,7 +176,6 @@ FOREIGN: Final[Mapping[str, str]] = {
     "behav_imp_weight_cap": "algorithm.behave_weight_cap",
     "behave_imp_weight_cap": "algorithm.behave_weight_cap",
     "behave_imp_weight_mode": "algorithm.behave_weight_mode",
-    "optimizer.lr": "learner.learning_rate",
     "ppo_n_minibatches": "algorithm.minibatches",
     "kl_ctl": "algorithm.beta",
     "recompute_logprob": "algorithm.prox_logp_method",
@@ -211,6 +209,10 @@ FOREIGN: Final[Mapping[str, str]] = {
     "vllm_tensor_parallel_size": "resources.generator",
     "vllm_gpu_memory_utilization": "generator.engine_args",
     "remote_rm_url": "reward.type",
+    # anyone's
+    "lr": "learner.learning_rate",
+    "batch_size": "rollout.groups_per_step",
+    "epochs": "job.num_train_epochs",
     # TRL, where ours counts something else
     "per_device_train_batch_size": "rollout.groups_per_step",
     "gradient_accumulation_steps": "learner.tokens_per_micro_batch",
