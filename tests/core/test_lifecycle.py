@@ -38,7 +38,7 @@ def test_an_event_has_one_target(noun: type[StrEnum]):
 @pytest.mark.parametrize("noun", NOUNS)
 def test_the_schema_knows_exactly_these_states(noun: type[StrEnum]):
     schema = files("rlhfd.store").joinpath("schema.sql").read_text()
-    table = re.search(rf"CREATE TABLE {TABLES[noun]} \((.*?)\) STRICT", schema, re.S)
+    table = re.search(rf"CREATE TABLE {TABLES[noun]} \((.*?)\) STRICT", schema, re.DOTALL)
     assert table
     check = re.search(r"\bstate TEXT NOT NULL CHECK\(state IN \((.*?)\)\)", table[1])
     assert check

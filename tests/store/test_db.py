@@ -191,7 +191,7 @@ async def test_a_full_disk_is_clean_and_work_goes_on_when_there_is_room(db: Data
     await db.write(insert(0))
     pages = await db.write(lambda c: c.execute("PRAGMA page_count").fetchone()[0])
     await db.write(lambda c: c.execute(f"PRAGMA max_page_count = {pages + 2}").fetchone())
-    with pytest.raises(DiskFullError, match="no room left .* nothing was written"):
+    with pytest.raises(DiskFullError, match=r"no room left .* nothing was written"):
         await db.write(insert(1, size=100_000))
     assert await stored(db) == [0]
     await db.write(insert(2))  # what still fits is still written
