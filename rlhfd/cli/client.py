@@ -114,19 +114,29 @@ class Daemon:
     def _answer(
         self, method: str, path: str, body: Any, headers: Mapping[str, str], timeout: float
     ) -> Generator[HTTPResponse]:
-        connection = _UnixConnection(self.path, timeout)
+        connection = self._connected(timeout)
         try:
             with suppress(BrokenPipeError, ConnectionResetError):  # refused before it was read: the answer says why
                 connection.request(method, "/v1" + path, body, {"Connection": "close", **headers})
             yield connection.getresponse()
         except TimeoutError as error:
             raise DeadlineError(f"the daemon on {self.path} did not answer {path} within {timeout:g} s") from error
-        except PermissionError as error:
-            raise NotPermittedError(f"you may not use {self.path}; join the group of that socket") from error
-        except (ConnectionError, FileNotFoundError, HTTPException) as error:
-            raise NoDaemonError(f"the daemon on {self.path} does not answer ({_why(error)})") from error
+        except (ConnectionError, HTTPException) as error:
+            raise NoDaemonError(f"the daemon on {self.path} broke off ({_why(error)})") from error
         finally:
             connection.close()
+
+    def _connected(self, timeout: float) -> HTTPConnection:
+        connection = _UnixConnection(self.path, timeout)
+        try:
+            connection.connect()
+        except PermissionError as error:
+            raise NotPermittedError(f"you may not use {self.path}; join the group of that socket") from error
+        except TimeoutError as error:
+            raise DeadlineError(f"nobody took the connection to {self.path} within {timeout:g} s") from error
+        except OSError as error:
+            raise NoDaemonError(f"no daemon answers on {self.path} ({_why(error)})") from error
+        return connection
 
 
 def find(where: Where) -> Daemon:

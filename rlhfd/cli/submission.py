@@ -4,17 +4,22 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rlhfd.cli.client import Daemon, Object
 from rlhfd.errors import JobFileError
+
+if TYPE_CHECKING:
+    from rlhfd.config import JobConfig
 
 INSPECTION_SECONDS = 3600.0  # the daemon reads the data and may fetch a model before it answers
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Submission:
-    """What the job file says, checked; `files`: name -> path."""
+    """What the job file says, checked; `spec` is it as plain data, `files`: name -> path."""
 
+    config: "JobConfig"
     spec: Object
     files: dict[str, Path]
 
@@ -24,7 +29,7 @@ def read(job_file: Path, sets: Sequence[str]) -> Submission:
     from rlhfd.config import load_job, resolved
 
     job, files = load_job(job_file, sets)
-    return Submission(spec=resolved(job), files=files)
+    return Submission(config=job, spec=resolved(job), files=files)
 
 
 def send(
