@@ -220,20 +220,30 @@ def test_the_engine_refuses_no_flag_that_the_job_file_took():
     check_engine_args(parse_job(job(generator={"engine_args": taken})).generator.engine_args)
 
 
-@given(
-    st.recursive(
-        st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
-        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
-        max_leaves=8,
-    ),
-    st.sampled_from([*JobConfig.model_fields, "other"]),
+ANYTHING = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=8,
 )
-def test_nothing_but_a_job_or_a_refusal_comes_of_any_data(value, section):
-    data = copy.deepcopy(SMALLEST) | {section: value}
+
+
+def outcome(data) -> JobConfig | str:
     try:
-        assert parse_job(resolved(parse_job(data))) == parse_job(data)
+        return parse_job(data)
     except JobFileError as refused:
-        assert str(refused)
+        return str(refused)
+
+
+@given(st.sampled_from([*JobConfig.model_fields, "other", *job_keys()]), ANYTHING)
+def test_any_value_anywhere_comes_to_a_job_or_to_one_sentence(path, value):
+    section, _, key = path.partition(".")
+    content = {key: value} if key else value
+    taken = outcome(job(**{section: [{"type": "math"} | content] if section == "reward" and key else content}))
+    if isinstance(taken, JobConfig):
+        assert parse_job(json.loads(json.dumps(resolved(taken)))) == taken
+    else:
+        assert taken
+        assert "\n" not in taken
 
 
 # --- files ---------------------------------------------------------------------------------------------------------
