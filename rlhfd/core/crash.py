@@ -15,6 +15,7 @@ POINTS: frozenset[str] = frozenset(
         "generate.row",
         "learn.answered",
         "learn.applied",
+        "learn.progress",
         "learn.sent",
         "publish.loaded",
         "publish.paused",

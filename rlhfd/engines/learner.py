@@ -38,9 +38,12 @@ class LearnerClient:
         self._on_progress = on_progress
 
     @classmethod
-    async def connect(cls, child: Child, epoch: int, deadlines: Deadlines) -> "LearnerClient":
+    async def connect(
+        cls, child: Child, epoch: int, deadlines: Deadlines, on_progress: OnProgress | None = None
+    ) -> "LearnerClient":
         """The client of a spawned learner, once it has said hello. Raises EngineStartError."""
-        return cls(await Channel.open(child, epoch), silence=deadlines.learner_silence)
+        channel = await Channel.open(child, epoch)
+        return cls(channel, silence=deadlines.learner_silence, on_progress=on_progress)
 
     async def load(self, frame: wire.Load) -> wire.Loaded:
         """Load the start model and a checkpoint over it. Raises BadCheckpointError for one that doesn't verify."""

@@ -158,8 +158,9 @@ class Crew:
         )
 
     async def _load(self, child: Child) -> None:
-        client = await LearnerClient.connect(child, self._context.epoch, self._context.settings.deadlines)
-        await self.learner.start(client)
+        context, learner = self._context, self.learner
+        client = await LearnerClient.connect(child, context.epoch, context.settings.deadlines, learner.heard)
+        await learner.start(client)
         self._learner_up.set()
         self._wake()
 

@@ -51,6 +51,7 @@ class Learner:
         self._client: LearnerClient | None = None
         self._turn = asyncio.Lock()  # one call at a time: learn, publish, probe, checkpoint
         self.ready = False
+        self.doing = ""
         self.numerics: dict[str, str] = {}
         self.version: Version | None = None
         self.written: Publication | None = None
@@ -64,6 +65,11 @@ class Learner:
             await self._replay(client, base)
             await self._write()
             self.ready = True
+
+    def heard(self, progress: wire.Progress) -> None:
+        """A heartbeat of the call under way."""
+        self.doing = f"{progress.phase} {progress.done}/{progress.total}"
+        crash.here("learn.progress")
 
     def lost(self) -> None:
         """The process is gone."""

@@ -46,7 +46,7 @@ from rlhfd.pipeline.context import Context
 from rlhfd.pipeline.crew import Crew
 from rlhfd.pipeline.samples import worth_showing
 from rlhfd.pipeline.stopwatch import Stopwatch, waits_for
-from rlhfd.store import chunks, groups, metrics, progress, steps, versions
+from rlhfd.store import chunks, groups, metrics, progress, rollouts, steps, versions
 
 
 class Stop(StrEnum):
@@ -81,6 +81,7 @@ class JobRun:
         keepers = asyncio.create_task(self._crew.run(), name="keepers")
         keepers.add_done_callback(self._settle)
         try:
+            await rollouts.park(self._context.db, self._context.job_id)
             await self._loop()
             if self._stop in {Stop.PAUSE, Stop.DRAIN}:
                 await self._wind_down()
@@ -233,6 +234,7 @@ class JobRun:
 
     async def _view(self) -> View:
         context, crew = self._context, self._crew
+        busy = frozenset(self._tasks) | crew.busy()  # before the tables: what ends meanwhile is then merely late
         stands = await progress.progress(context.db, context.job_id)
         written = crew.learner.written
         return View(
@@ -246,7 +248,7 @@ class JobRun:
             engine=EngineView(
                 open=crew.generator.open, version=stands.published, drained=crew.generator.in_flight == 0
             ),
-            busy=frozenset(self._tasks) | crew.busy(),
+            busy=busy,
         )
 
     async def _wind_down(self) -> None:

@@ -301,3 +301,8 @@ SELECT DISTINCT grp.id, grp.ordinal FROM policy_version AS v
 JOIN chunk ON chunk.version_id = v.id JOIN rollout ON rollout.id = chunk.rollout_id JOIN grp ON grp.id = rollout.grp_id
 WHERE v.job_id = :job_id AND v.state <> 'lost' AND v.step IN (SELECT value FROM json_each(:steps))
 ORDER BY grp.ordinal;
+
+-- name: park_job
+UPDATE rollout SET state = :to, lease_epoch = NULL
+WHERE state IN (SELECT value FROM json_each(:sources))
+AND grp_id IN (SELECT id FROM grp WHERE job_id = :job_id AND state IN ('open', 'ready'));

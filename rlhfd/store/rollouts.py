@@ -5,7 +5,7 @@ import sqlite3
 from collections.abc import Mapping
 
 from rlhfd.core import lifecycle
-from rlhfd.core.types import Epoch, GroupState, RolloutId, RolloutState
+from rlhfd.core.types import Epoch, GroupState, JobId, RolloutId, RolloutState
 from rlhfd.errors import StateError
 from rlhfd.store import events
 from rlhfd.store.db import Database
@@ -13,6 +13,7 @@ from rlhfd.store.groups import drop
 from rlhfd.store.moves import guard, json_text, refused
 from rlhfd.store.queries import query
 
+_PARK = query("park_job")
 _LEASE = query("lease_rollout")
 _SCORE = query("score_rollout")
 _PROGRESS = query("group_progress")
@@ -42,6 +43,18 @@ async def release_rollout(db: Database, rollout_id: RolloutId) -> None:
             raise refused(connection, RolloutState, rollout_id, "release")
 
     await db.write(release)
+
+
+async def park(db: Database, job_id: JobId) -> int:
+    """Every rollout of a job in generation becomes partial: an attempt begins, and nothing of the one before runs.
+
+    Guard: state; again changes nothing. How many there were.
+    """
+
+    def release(connection: sqlite3.Connection) -> int:
+        return connection.execute(_PARK, {**guard(RolloutState, "release"), "job_id": job_id}).rowcount
+
+    return await db.write(release)
 
 
 async def score_rollout(
