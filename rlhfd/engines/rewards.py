@@ -93,6 +93,7 @@ class RewardPool:
         self._asked = 0
         self._failed_starts = 0
         self._keepers: list[asyncio.Task[None]] = []
+        self._children: set[Child] = set()
 
     async def start(self) -> None:
         """Start the workers; returns when the first is ready.
@@ -112,6 +113,7 @@ class RewardPool:
         for keeper in self._keepers:
             keeper.cancel()
         await asyncio.gather(*self._keepers, return_exceptions=True)
+        await asyncio.gather(*(self._end_child(child) for child in set(self._children)))
         await asyncio.to_thread(shutil.rmtree, self._work_dir, ignore_errors=True)
 
     async def score(self, frame: Score) -> Scored:
@@ -211,7 +213,13 @@ class RewardPool:
         try:
             await worker.until_lost()
         finally:
-            await _end(worker.child)
+            await self._end_child(worker.child)
+
+    async def _end_child(self, child: Child) -> None:
+        await child.kill()  # first: a call that still waits then reads the end of the channel
+        if child.channel_socket is not None:
+            child.channel_socket.close()
+        self._children.discard(child)
 
     def _stop(self, reason: EngineError) -> None:
         self._closed = True
@@ -221,15 +229,25 @@ class RewardPool:
     async def _start_worker(self, slot: int) -> _Worker:
         directory = self._work_dir / str(slot)
         await asyncio.to_thread(_make_empty, directory)
-        child = await self._spawn(slot)
+        child = await self._spawn_whole(slot)
+        self._children.add(child)
         ready = False
         try:
             worker = await self._set_up(child, directory)
             ready = True
         finally:
             if not ready:
-                await _end(child)
+                await self._end_child(child)
         return worker
+
+    async def _spawn_whole(self, slot: int) -> Child:
+        """A child; where the caller is cancelled meanwhile, none: half a start would leave a process behind."""
+        starting = asyncio.ensure_future(self._spawn(slot))
+        try:
+            return await asyncio.shield(starting)
+        except asyncio.CancelledError:
+            await self._end_child(await starting)
+            raise
 
     async def _set_up(self, child: Child, directory: Path) -> _Worker:
         worker = _Worker(child=child, channel=await Channel.open(child))
@@ -247,12 +265,6 @@ class RewardPool:
             raise EngineStartError(f"a reward worker answered RewardSetup with {type(reply).__name__}")
         self.names = reply.names
         return worker
-
-
-async def _end(child: Child) -> None:
-    await child.kill()  # first: a call that still waits then reads the end of the channel
-    if child.channel_socket is not None:
-        child.channel_socket.close()
 
 
 def _failed(frame: Score, kind: Literal["timeout", "died"], error: str) -> Scored:
