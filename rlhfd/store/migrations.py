@@ -120,12 +120,14 @@ def _check(connection: sqlite3.Connection) -> None:
 
 
 def statements(script: str) -> Iterator[str]:
-    """The statements of a script, one by one; SQLite itself says where one ends."""
+    """The statements of a script, one by one; SQLite itself says at which semicolon one ends."""
+    *pieces, rest = script.split(";")
     statement = ""
-    for line in script.splitlines(keepends=True):
-        statement += line
+    for piece in pieces:
+        statement += piece + ";"
         if sqlite3.complete_statement(statement):
             yield statement
             statement = ""
-    if statement.strip() and any(not line.lstrip().startswith("--") for line in statement.splitlines() if line.strip()):
-        raise ValueError(f"a migration ends in the middle of a statement: {statement.strip()[:60]!r}")
+    rest = "".join(line for line in (statement + rest).splitlines() if not line.lstrip().startswith("--")).strip()
+    if rest:
+        raise ValueError(f"a migration ends in the middle of a statement: {rest[:60]!r}")

@@ -39,6 +39,17 @@ async def test_a_rollout_is_taken_on_by_one_engine_only(story: Story):
         await rollouts.start_rollout(story.db, RolloutId(99), story.epoch)
 
 
+async def test_a_new_attempt_parks_what_the_one_before_had_in_flight(story: Story):
+    group, other = await story.admit(2)
+    for rollout in (group.rollouts[0], other.rollouts[1]):
+        await rollouts.start_rollout(story.db, rollout.id, story.epoch)
+        await story.append(rollout.id, 0, 4)
+    assert await rollouts.park(story.db, story.id) == 2
+    assert await rollouts.park(story.db, story.id) == 0
+    states = [r.state for g in await groups.live_groups(story.db, story.id) for r in g.rollouts]
+    assert states == [RolloutState.PARTIAL, RolloutState.PENDING, RolloutState.PENDING, RolloutState.PARTIAL]
+
+
 async def test_the_last_score_makes_the_group_ready(story: Story):
     group = await generated(story)
     first, second = group.rollouts
