@@ -1,5 +1,6 @@
 """What the API asks, answered from the store; changes go through the supervisor."""
 
+import json
 import os
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager
@@ -15,12 +16,15 @@ from rlhfd.daemon.audit import audit
 from rlhfd.daemon.doctor import checks
 from rlhfd.daemon.export import exported
 from rlhfd.daemon.house import House
-from rlhfd.daemon.logs import read_log
+from rlhfd.daemon.logs import read_log, roles
 from rlhfd.daemon.submit import Desk
 from rlhfd.daemon.supervisor import Supervisor
 from rlhfd.errors import UsageError
 from rlhfd.pipeline.run import Stop
 from rlhfd.store import events, jobs, metrics
+
+
+LOG_EVENTS = 1000  # ids back from the newest: where `rlhfd logs` begins
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,9 +96,16 @@ class DaemonService:
         return [_event(event) for event in await events.wait_newer(self.house.db, job_id, after, wait)]
 
     async def logs(self, job_id: JobId, worker: str | None, offset: int) -> Object:
-        """{text, offset, files}."""
+        """{text, offset, files}; without a role the job's events, a JSON line each, and the offset counts those."""
         await jobs.job(self.house.db, job_id)
-        return read_log(self.house.state.job(job_id) / "logs", worker, offset)
+        directory = self.house.state.job(job_id) / "logs"
+        if worker is not None:
+            return read_log(directory, worker, offset)
+        newest = await events.newest(self.house.db, job_id)
+        after = max(0, newest - LOG_EVENTS) if offset < 0 else offset
+        found = await events.after(self.house.db, job_id, after)
+        text = "".join(json.dumps(_event(event)) + "\n" for event in found)
+        return {"text": text, "offset": found[-1].id if found else max(after, 0), "files": roles(directory)}
 
     def export(self, job_id: JobId, version: int | None) -> AbstractAsyncContextManager[Path]:
         """A plain Hugging Face directory, there while the context is open."""

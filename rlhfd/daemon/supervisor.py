@@ -116,30 +116,38 @@ class Supervisor:
         return held | self._borrowed
 
     async def _fill(self) -> None:
+        """Place what can be placed, in order: a job that waits for devices is not overtaken."""
+        ahead: JobId | None = None
         for job in await jobs.queue(self._house.db, self._house.epoch):
             if job.id in self._running:
                 continue
             if job.idle_attempts >= self._house.settings.retries and job.state is JobState.RUNNING:
                 idle = f"{job.idle_attempts} attempts without an applied step; see rlhfd logs {job.id}"
                 await jobs.fail(self._house.db, job.id, idle)
-                continue
-            await self._try(job)
+            elif ahead is not None:
+                await self._waits(job, f"waits behind job {ahead}")
+            elif not await self._placed(job):
+                ahead = job.id
 
-    async def _try(self, job: Job) -> None:
+    async def _waits(self, job: Job, reason: str) -> None:
+        if job.reason != reason:
+            await jobs.set_reason(self._house.db, job.id, reason)
+
+    async def _placed(self, job: Job) -> bool:
+        """Claim the job and start its attempt; False where it has to wait."""
         try:
             found = place(wants(parse_job(job.spec)), self._house.inventory(), self._leased())
         except JobFileError as error:
             await jobs.fail(self._house.db, job.id, str(error))
-            return
+            return True
         if isinstance(found, Wait):
-            if job.reason != found.reason:
-                await jobs.set_reason(self._house.db, job.id, found.reason)
-            return
+            await self._waits(job, found.reason)
+            return False
         claimed = await jobs.claim(self._house.db, job.id, self._house.epoch)
-        if claimed is None:
-            return
-        task = asyncio.create_task(self._attempt(claimed, found), name=f"job {job.id}")
-        self._running[job.id] = Running(lease=found, task=task)
+        if claimed is not None:
+            task = asyncio.create_task(self._attempt(claimed, found), name=f"job {job.id}")
+            self._running[job.id] = Running(lease=found, task=task)
+        return True
 
     async def _attempt(self, job: Job, lease: Lease) -> None:
         """One attempt from claim to final state; the only place where any exception is caught."""

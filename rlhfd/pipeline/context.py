@@ -1,9 +1,7 @@
 """What every part of one job's pipeline is handed: its settings, its rows, its devices, its directories."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 
 from rlhfd.config import JobConfig, Settings
@@ -64,8 +62,5 @@ class Context:
         return self.job_dir / "logs" / f"{role}.{self.attempt}.log"
 
     async def event(self, kind: str, **body: object) -> None:
-        """Tell the user something, durably; it also becomes a line of the job's own log."""
+        """Tell the user something, durably."""
         await events.add(self.db, self.job_id, kind, body)
-        line = {"at": datetime.now(UTC).isoformat(timespec="milliseconds"), "kind": kind, **body}
-        with (self.job_dir / "logs" / "job.log").open("a") as log:
-            log.write(json.dumps(line, default=str) + "\n")
