@@ -172,9 +172,9 @@ def _refuse_keys(data: Mapping[str, Any]) -> None:
     for path, value in _leaves(data):
         section, _, key = path.partition(".")
         if section not in JobConfig.model_fields or key.partition(".")[0] not in _fields_of(section) | {""}:
-            raise JobFileError(refused_key(path, job_keys()))
+            raise JobFileError(_one_line(refused_key(path, job_keys())))
         if (sentence := later_value(path, value)) is not None:
-            raise JobFileError(sentence)
+            raise JobFileError(_one_line(sentence))
 
 
 def _leaves(data: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -192,7 +192,7 @@ def _validated(model: type[Model], data: Mapping[str, Any]) -> Model:
     try:
         return model.model_validate(data)
     except ValidationError as error:
-        raise JobFileError(_sentence(error.errors(include_url=False)[0], data)) from error
+        raise JobFileError(_one_line(_sentence(error.errors(include_url=False)[0], data))) from error
 
 
 def _sentence(error: ErrorDetails, data: Mapping[str, Any]) -> str:
@@ -217,6 +217,11 @@ def _location(error: ErrorDetails, data: Any) -> str:
         if inside or (error["type"] == "missing" and element is error["loc"][-1]):
             parts.append(str(element))
     return ".".join(parts) or "the file"
+
+
+def _one_line(sentence: str) -> str:
+    """What a key or a value brings along must not tear the line, or speak to the terminal."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in sentence)
 
 
 def _shown(value: Any) -> str:
