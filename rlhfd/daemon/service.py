@@ -23,7 +23,6 @@ from rlhfd.errors import UsageError
 from rlhfd.pipeline.run import Stop
 from rlhfd.store import events, jobs, metrics
 
-
 LOG_EVENTS = 1000  # ids back from the newest: where `rlhfd logs` begins
 
 
