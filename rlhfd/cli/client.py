@@ -62,7 +62,11 @@ class _UnixConnection(HTTPConnection):
     def connect(self) -> None:
         self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self.sock.settimeout(self.timeout)
-        self.sock.connect(os.fspath(self._path))
+        try:
+            self.sock.connect(os.fspath(self._path))
+        except OSError:
+            self.close()
+            raise
 
 
 class Daemon:
