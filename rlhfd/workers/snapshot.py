@@ -22,12 +22,11 @@ INDEX_FILE = "prompts.idx"
 TOKENIZER_FILE = "tokenizer.json"
 CANARY_SEQUENCES = 4
 CANARY_TOKENS = 48
-CANARY_SPACING = 37  # rows between candidates: near rows are often alike
 
 
 @dataclass(kw_only=True)
 class Written:
-    """What a snapshot holds. `columns`: those that every row has; `canary`: a few prompts, cut short."""
+    """What a snapshot holds. `columns`: those that every row has; `canary`: the first few prompts, cut short."""
 
     rows: int = 0
     sha256: str = ""
@@ -38,8 +37,9 @@ class Written:
 
     def count(self, row: Rendered) -> None:
         """Add one row to the account."""
-        if len(self.canary) < CANARY_SEQUENCES and self.rows % CANARY_SPACING == 0 and len(row.tokens) > 1:
-            self.canary.append(row.tokens[:CANARY_TOKENS])
+        sequence = row.tokens[:CANARY_TOKENS] if len(row.tokens) > 1 else row.tokens * 2  # log-probs take two tokens
+        if len(self.canary) < CANARY_SEQUENCES and sequence not in self.canary:
+            self.canary.append(sequence)
         self.rows += 1
         self.tokens_max = max(self.tokens_max, len(row.tokens))
         self.tokens_sum += len(row.tokens)
