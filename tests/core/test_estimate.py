@@ -86,7 +86,7 @@ def test_full_fine_tuning_holds_sixteen_bytes_a_parameter_and_an_adapter_little_
 def test_checkpointing_and_smaller_micro_batches_save_memory():
     wide = estimate(job(), facts()).memory["learner"]
     assert estimate(job(learner={"gradient_checkpointing": True}), facts()).memory["learner"] < 0.7 * wide
-    assert estimate(job(learner={"tokens_per_micro_batch": 1024}), facts()).memory["learner"] < wide / 2
+    assert estimate(job(learner={"tokens_per_micro_batch": 1024}), facts()).memory["learner"] < 0.6 * wide
 
 
 def test_the_generator_holds_weights_and_the_cache_of_what_is_in_flight():
