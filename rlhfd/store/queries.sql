@@ -70,7 +70,8 @@ ORDER BY step DESC LIMIT 1;
 UPDATE policy_version SET state = :to
 WHERE id = :id AND state IN (SELECT value FROM json_each(:sources)) AND NOT EXISTS (
   SELECT 1 FROM policy_version AS newer
-  WHERE newer.job_id = policy_version.job_id AND newer.state = :to AND newer.step > policy_version.step
+  WHERE newer.job_id = policy_version.job_id AND newer.step > policy_version.step
+    AND newer.state <> 'lost' AND newer.state = :to
 )
 RETURNING *;
 
