@@ -202,9 +202,9 @@ def test_the_prompt_files_are_what_their_script_makes_and_their_answers_are_righ
 
 @pytest.mark.parametrize(
     ("completion", "value"),
-    [("22", 1.0), (" 22\n", 1.0), ("23", 0.0), ("22.", 0.0), ("17 + 5 = 22", 0.0), ("222", 0.0), ("", 0.0)],
+    [("22", 1.0), (" 22\n", 1.0), ("17 + 5 = 22.", 1.0), ("23", 0.0), ("22 or 23", 0.0), ("222", 0.0), ("two", 0.0)],
 )
-def test_exact_number_counts_the_number_and_nothing_else(completion, value):
+def test_exact_number_counts_the_last_number_of_a_completion(completion, value):
     assert exact_number(completion, "22") == value
 
 

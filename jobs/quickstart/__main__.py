@@ -70,8 +70,8 @@ def train(daemon: Daemon) -> Trained:
     return Trained(steps=steps, seconds=seconds, started=started, ended=ended)
 
 
-def evaluate() -> tuple[float, float]:
-    """Share of the held-out sums that the start model and the trained one answer."""
+def evaluate() -> dict[str, Mapping[str, Any]]:
+    """What evaluate.py says of the start model ("before") and the trained one ("after")."""
     before, after = str(BUILD / "before"), str(BUILD / "after")
     command = [sys.executable, "-m", "jobs.quickstart.evaluate", before, after]
     environ = {**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
@@ -79,7 +79,7 @@ def evaluate() -> tuple[float, float]:
         command, cwd=ROOT, env=environ, stdout=subprocess.PIPE, text=True, check=True, timeout=CALL_SECONDS
     )
     found = json.loads(done.stdout)
-    return found[before]["correct"], found[after]["correct"]
+    return {"before": found[before], "after": found[after]}
 
 
 def checks(trained: Trained, before: float, after: float) -> list[Check]:
@@ -135,7 +135,7 @@ def main() -> int:
     try:
         with serving(STATE, BUILD / "serve.log") as daemon:
             trained = train(daemon)
-        found = checks(trained, *evaluate())
+        held_out = evaluate()
     except KeyboardInterrupt:
         return 130
     except subprocess.CalledProcessError as error:
@@ -143,7 +143,8 @@ def main() -> int:
     except (RuntimeError, subprocess.TimeoutExpired) as error:
         print(f"quickstart: {error}", file=sys.stderr)
         return 1
-    result = report(trained, found, time.monotonic() - began)
+    found = checks(trained, held_out["before"]["correct"], held_out["after"]["correct"])
+    result = {**report(trained, found, time.monotonic() - began), "held_out": held_out}
     RESULT.write_text(json.dumps(result, indent=1) + "\n")
     show(found)
     print(f"  details in {RESULT.relative_to(ROOT)}; the models are beside it: before, after")

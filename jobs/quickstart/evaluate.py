@@ -1,20 +1,24 @@
 """Ask models the held-out sums, greedily, with transformers: `python -m jobs.quickstart.evaluate MODEL_DIR …`.
 
-Prints one JSON object: directory -> {"correct": share of the sums answered with the number and nothing else,
-"answers": the texts, in the order of holdout.jsonl}.
+Prints one JSON object: directory -> {"correct": share of the sums that the reward of the training counts as right,
+"bare": share that are the number and nothing else, "answers": the texts, in the order of holdout.jsonl}.
 """
 
 import argparse
 import json
 import os
+import tomllib
 from pathlib import Path
+from statistics import fmean
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from jobs.quickstart.rewards import exact_number
 
-HOLDOUT = Path(__file__).resolve().parent / "holdout.jsonl"
+HERE = Path(__file__).resolve().parent
+HOLDOUT = HERE / "holdout.jsonl"
+SYSTEM_PROMPT = tomllib.loads((HERE.parent / "quickstart.toml").read_text(encoding="utf-8"))["data"]["system_prompt"]
 BATCH = 50
 ANSWER_TOKENS = 12
 
@@ -25,7 +29,7 @@ def answers(directory: Path, questions: list[str]) -> list[str]:
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = AutoModelForCausalLM.from_pretrained(directory, dtype="auto").to(device).eval()
-    chats = [[{"role": "user", "content": question}] for question in questions]
+    chats = [[{"role": "system", "content": SYSTEM_PROMPT}, {"role": "user", "content": asked}] for asked in questions]
     texts: list[str] = []
     for start in range(0, len(chats), BATCH):
         batch = tokenizer.apply_chat_template(
@@ -47,8 +51,9 @@ def evaluate(directory: Path) -> dict[str, object]:
     """Share of exact answers, and the answers."""
     rows = [json.loads(line) for line in HOLDOUT.read_text(encoding="utf-8").splitlines()]
     texts = answers(directory, [row["prompt"] for row in rows])
-    right = sum(exact_number(text, row["answer"]) for text, row in zip(texts, rows, strict=True))
-    return {"correct": right / len(rows), "answers": texts}
+    right = fmean(exact_number(text, row["answer"]) for text, row in zip(texts, rows, strict=True))
+    bare = fmean(text.strip() == row["answer"] for text, row in zip(texts, rows, strict=True))
+    return {"correct": right, "bare": bare, "answers": texts}
 
 
 def main() -> None:
