@@ -2,7 +2,7 @@
 
 import json
 import re
-from typing import Annotated, Any, Literal, Self, TypeAlias, cast
+from typing import Annotated, Any, Literal, Self, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
@@ -37,7 +37,6 @@ class FunctionReward(Reward):
 
     type: Literal["function"]
     path: str = Field(description="`FILE.py:FUNCTION`")
-    file: str = Field(default="", description="filled in: the name under which the file travels")
 
     @field_validator("path")
     @classmethod
@@ -46,13 +45,10 @@ class FunctionReward(Reward):
             raise ValueError(f"reward.path = {json.dumps(path)} names no function: write FILE.py:FUNCTION")
         return path
 
-    @model_validator(mode="before")
-    @classmethod
-    def _file_of_path(cls, data: Any) -> Any:
-        if not isinstance(data, dict):
-            return data
-        table = cast("Table", data)
-        return {**table, "file": str(table.get("path", "")).rpartition(":")[0]}
+    @property
+    def file(self) -> str:
+        """The name under which its file travels."""
+        return self.path.rpartition(":")[0]
 
 
 class RegexReward(Reward):

@@ -23,7 +23,6 @@ SETTINGS = """## The daemon's settings
 `/etc/rlhfd/config.toml`, else `$XDG_CONFIG_HOME/rlhfd/config.toml`, or `--config FILE`.
 """
 WORDS = {int: "whole number", float: "number", bool: "true or false", str: "text", dict: "table"}
-FILLED_IN = "filled in"  # such keys are not for the user
 
 
 def reference() -> str:
@@ -51,8 +50,7 @@ def _settings(model: type[BaseModel], prefix: str) -> Iterator[str]:
 
 
 def _table(title: str, model: type[BaseModel]) -> str:
-    fields = {n: f for n, f in model.model_fields.items() if n != "type" and FILLED_IN not in (f.description or "")}
-    rows = [_line(name, field) for name, field in fields.items()]
+    rows = [_line(name, field) for name, field in model.model_fields.items() if name != "type"]
     return "\n".join([title, "", (model.__doc__ or "").strip(), "", *_head(), *rows, ""])
 
 

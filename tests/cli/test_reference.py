@@ -15,4 +15,4 @@ def test_the_page_is_up_to_date():
 def test_every_key_that_a_user_may_set_stands_in_it():
     page = reference()
     shown = {key for key in job_keys() if f"| `{key.partition('.')[2]}` |" in page}
-    assert set(job_keys()) - shown == {"reward.file", "reward.type"}
+    assert set(job_keys()) - shown == {"reward.type"}
