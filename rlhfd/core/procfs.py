@@ -108,16 +108,25 @@ def send(process: Process, signum: signal.Signals) -> None:
 
 
 def shared_memory(members: Iterable[Process]) -> set[str]:
-    """Paths of the multiprocessing segments and semaphores that these processes have mapped."""
-    found: set[str] = set()
+    """Paths of the multiprocessing segments and semaphores that these processes have mapped.
+
+    By inode: a semaphore is mapped under a temporary name before it gets its own.
+    """
+    inodes: set[int] = set()
     for process in members:
         try:
             maps = (PROC / str(process.pid) / "maps").read_text(errors="replace")
         except OSError:  # gone, or not ours to read
             continue
-        paths = {line.rpartition(" ")[2] for line in maps.splitlines() if SHARED_MEMORY in line}
-        found |= {p for p in paths if p.removeprefix(SHARED_MEMORY).startswith(ENGINE_LEFTOVERS)}
-    return found
+        inodes |= {int(line.split(None, 5)[4]) for line in maps.splitlines() if SHARED_MEMORY in line}
+    return {str(path) for path, inode in _leftovers() if inode in inodes}
+
+
+def _leftovers() -> Iterator[tuple[Path, int]]:
+    for path in Path(SHARED_MEMORY).iterdir():
+        with suppress(FileNotFoundError):
+            if path.name.startswith(ENGINE_LEFTOVERS):
+                yield path, path.stat().st_ino
 
 
 def remove_shared_memory(paths: Iterable[str]) -> None:

@@ -26,13 +26,15 @@ STREAM_INTERVAL = 16
 SOCKET_PATH_LIMIT = 107  # bytes: the kernel's sun_path
 READY_POLL = 0.1
 WARM_UP = (1, 2, 3)
-DEFAULT_CPU_KV_CACHE = 512 * 1024 * 1024
+KV_BLOCK = 128  # tokens: the CPU build's block size
+KV_CACHE_LIMITS = (64 * 1024 * 1024, 4 * 1024 * 1024 * 1024)  # bytes
+KV_CACHE_UNKNOWN = 512 * 1024 * 1024  # bytes, where config.json does not say enough
 SHORTEST_BATCH = 2048
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServerSpec:
-    """One generator. Lengths in tokens, `kv_cache_bytes` in bytes (None: 512 MiB on CPU, vLLM's choice on a GPU).
+    """One generator. Lengths in tokens. `kv_cache_bytes`: None is enough on CPU, and vLLM's own choice on a GPU.
 
     `module` is what `python -m` runs: the stock server, or the one of rlhfd.testing.
     """
@@ -75,7 +77,7 @@ def _default_args(spec: ServerSpec) -> dict[str, object]:
     """What a job may change."""
     args: dict[str, object] = {"max_num_seqs": spec.max_num_seqs, "disable_uvicorn_access_log": True}
     if spec.kv_cache_bytes is not None or not spec.gpus:
-        args["kv_cache_memory_bytes"] = spec.kv_cache_bytes or DEFAULT_CPU_KV_CACHE
+        args["kv_cache_memory_bytes"] = spec.kv_cache_bytes or cpu_kv_cache_bytes(spec)
     if spec.gpus:
         return args
     return args | {
@@ -83,6 +85,30 @@ def _default_args(spec: ServerSpec) -> dict[str, object]:
         "distributed_executor_backend": "uni",  # the worker inside the engine's process: less memory, faster start
         "max_num_batched_tokens": max(SHORTEST_BATCH, spec.max_model_len),
     }
+
+
+class _ModelConfig(msgspec.Struct):
+    num_hidden_layers: int = 0
+    num_attention_heads: int = 0
+    num_key_value_heads: int | None = None
+    hidden_size: int = 0
+    head_dim: int | None = None
+
+
+def cpu_kv_cache_bytes(spec: ServerSpec) -> int:
+    """Keys and values of `max_num_seqs` sequences of full length, within limits."""
+    try:
+        config = msgspec.json.decode((spec.model_dir / "config.json").read_bytes(), type=_ModelConfig)
+    except (OSError, msgspec.DecodeError):
+        return KV_CACHE_UNKNOWN  # the server will say what is wrong with its model
+    width = config.head_dim or config.hidden_size // max(1, config.num_attention_heads)
+    heads = config.num_key_value_heads or config.num_attention_heads
+    per_token = 2 * config.num_hidden_layers * heads * width * (4 if spec.dtype == "float32" else 2)
+    if per_token == 0:
+        return KV_CACHE_UNKNOWN
+    per_sequence = -(-spec.max_model_len // KV_BLOCK) * KV_BLOCK * per_token
+    least, most = KV_CACHE_LIMITS
+    return max(per_sequence, least, min(spec.max_num_seqs * per_sequence, most))
 
 
 def command(spec: ServerSpec) -> tuple[str, ...]:

@@ -268,10 +268,12 @@ SEGMENT = """
 import os, signal, sys
 if os.fork():
     signal.pause()
-from multiprocessing import resource_tracker, shared_memory
+from multiprocessing import get_context, resource_tracker, shared_memory
 segment = shared_memory.SharedMemory(create=True, size=64)
+lock = get_context("spawn").Lock()
 resource_tracker.unregister(segment._name, "shared_memory")
-print(segment.name, flush=True)
+resource_tracker.unregister(lock._semlock.name, "semaphore")
+print(segment.name, "sem." + lock._semlock.name.lstrip("/"), flush=True)
 os.write(os.open(sys.argv[1], os.O_WRONLY), f"{os.getpid()}\\n".encode())
 signal.pause()
 """
@@ -282,15 +284,15 @@ async def test_shared_memory_of_a_killed_engine_is_removed_and_nobody_elses(spec
     foreign = shared_memory.SharedMemory(create=True, size=64)
     child = await spawn(spec(*python(SEGMENT, str(reports.path))))
     (pid,) = reports.pids(1)
-    name = child.tail()
-    assert Path("/dev/shm", name).exists()
+    made = [Path("/dev/shm", name) for name in child.tail().split()]
+    assert [path.exists() for path in made] == [True, True]
     if victim == "guard":
         os.kill(child.pid, signal.SIGKILL)
         await child.wait()
     else:
         await child.kill()
     assert not alive(pid)
-    assert not Path("/dev/shm", name).exists()
+    assert [path.exists() for path in made] == [False, False]
     assert Path("/dev/shm", foreign.name).exists()
     foreign.close()
     foreign.unlink()

@@ -1,6 +1,7 @@
 """Starting, losing and ending a generator, on the fake engine; the command line that the real one gets."""
 
 import asyncio
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -178,6 +179,29 @@ def test_a_cpu_server_is_pinned_and_never_splits_a_prefill(spec):
     assert line["--kv-cache-memory-bytes"] == str(64 * 1024 * 1024)
     assert env["VLLM_CPU_OMP_THREADS_BIND"] == "0,1"
     assert "--tensor-parallel-size" not in line
+
+
+@pytest.mark.parametrize(
+    ("config", "sequences", "length", "megabytes"),
+    [
+        (
+            {"num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 576},
+            32,
+            1000,
+            720,
+        ),
+        ({"num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 64}, 4, 100, 64),
+        ({"num_hidden_layers": 80, "num_attention_heads": 64, "head_dim": 128}, 256, 4096, 10240),
+        ({"num_hidden_layers": 30, "num_attention_heads": 32, "head_dim": 128}, 256, 4096, 4096),
+        ({"model_type": "mamba"}, 4, 100, 512),
+    ],
+)
+def test_the_kv_cache_on_cpu_has_room_for_every_sequence_within_limits(
+    spec, tmp_path, config, sequences, length, megabytes
+):
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    spec = replace(spec, model_dir=tmp_path, max_num_seqs=sequences, max_model_len=length, kv_cache_bytes=None)
+    assert flags(replace(spec, dtype="bfloat16"))["--kv-cache-memory-bytes"] == str(megabytes * 1024 * 1024)
 
 
 def test_a_batch_on_cpu_holds_the_longest_sequence(spec):
