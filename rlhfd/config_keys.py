@@ -117,7 +117,10 @@ ENGINE_ARGS: Final[Mapping[str, str]] = {
     ),
     "enable_chunked_prefill": "a seeded request whose prefill is split can kill the engine",
     **dict.fromkeys(("enable_scale_out", "stream_interval"), "the daemon's own protocol needs it"),
-    **dict.fromkeys(("quantization", "enable_lora", "max_lora_rank"), "the engine serves the merged, trained weights"),
+    **dict.fromkeys(
+        ("quantization", "enable_lora", "max_lora_rank", "lora_modules"),
+        "the engine serves the merged, trained weights",
+    ),
     **dict.fromkeys(("runner", "task", "convert"), "the engine generates"),
     **dict.fromkeys(("weight_transfer_config", "enable_sleep_mode"), "the daemon publishes the weights itself"),
 }

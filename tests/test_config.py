@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from rlhfd.config import JobConfig, job_keys, load_job, load_settings, parse_job, resolved, submit_key
 from rlhfd.config_keys import ENGINE_ARGS, FOREIGN, LATER_KEYS, SAMPLING
-from rlhfd.core.engine_args import check_engine_args
+from rlhfd.core.engine_args import REFUSED, check_engine_args
 from rlhfd.errors import JobFileError
 
 REPOSITORY = Path(__file__).parents[1]
@@ -213,7 +213,7 @@ def test_a_wrong_value_is_refused_in_one_sentence(data, words):
 
 
 def test_the_engine_refuses_no_flag_that_the_job_file_took():
-    for name in ENGINE_ARGS:
+    for name in {*ENGINE_ARGS, *REFUSED}:
         with pytest.raises(JobFileError, match=name):
             parse_job(job(generator={"engine_args": {name: 1}}))
     taken = {"gpu_memory_utilization": 0.8, "kv_cache_memory_bytes": 1 << 29, "enforce_eager": True}

@@ -7,8 +7,6 @@ A row costs two small reads and no memory, however long the data. The files neve
 """
 
 import os
-from collections.abc import Generator
-from contextlib import contextmanager
 from pathlib import Path
 from struct import Struct, unpack
 from typing import Self
@@ -77,16 +75,6 @@ class Snapshot:
 
     def _damaged(self, why: str) -> StateError:
         return StateError(f"the prompt snapshot in {self._directory} is damaged, {why}: submit the job again")
-
-
-@contextmanager
-def opened(directory: Path) -> Generator[Snapshot]:
-    """A snapshot for the length of a block."""
-    snapshot = Snapshot.open(directory)
-    try:
-        yield snapshot
-    finally:
-        snapshot.close()
 
 
 def _close(descriptors: list[int]) -> None:

@@ -1,6 +1,7 @@
 """A snapshot gives back every row as it was written, and says so when it can't."""
 
 import json
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlhfd.errors import StateError
-from rlhfd.pipeline.prompts import Snapshot, opened
+from rlhfd.pipeline.prompts import Snapshot
 from rlhfd.workers.render import Rendered
 from rlhfd.workers.snapshot import write_snapshot
 
@@ -35,7 +36,7 @@ def directory(tmp_path):
 
 
 def test_rows_come_back_in_any_order(directory):
-    with opened(directory) as snapshot:
+    with closing(Snapshot.open(directory)) as snapshot:
         assert snapshot.rows == 3
         for number in (2, 0, 1):
             prompt = snapshot.row(number)
@@ -58,7 +59,7 @@ def test_rows_come_back_in_any_order(directory):
 def test_whatever_was_written_is_read(tmp_path_factory, rows):
     directory = tmp_path_factory.mktemp("snapshot")
     written = write(directory, rows)
-    with opened(directory) as snapshot:
+    with closing(Snapshot.open(directory)) as snapshot:
         read = [snapshot.row(number) for number in range(snapshot.rows)]
     assert [(list(p.tokens), json.loads(p.text), json.loads(p.columns)) for p in read] == rows
     assert (written.rows, written.tokens_max) == (len(rows), max(len(tokens) for tokens, _, _ in rows))
@@ -66,7 +67,7 @@ def test_whatever_was_written_is_read(tmp_path_factory, rows):
 
 @pytest.mark.parametrize("number", [-1, 3])
 def test_a_row_that_is_not_there_is_an_index_error(directory, number):
-    with opened(directory) as snapshot, pytest.raises(IndexError):
+    with closing(Snapshot.open(directory)) as snapshot, pytest.raises(IndexError):
         snapshot.row(number)
 
 
@@ -86,7 +87,7 @@ def test_missing_or_cut_files_are_damage(directory, name, cut):
 def test_a_row_of_garbage_is_damage(directory):
     path = directory / "prompts.bin"
     path.write_bytes(b"\xc1" * path.stat().st_size)
-    with opened(directory) as snapshot, pytest.raises(StateError, match="row 0 does not decode"):
+    with closing(Snapshot.open(directory)) as snapshot, pytest.raises(StateError, match="row 0 does not decode"):
         snapshot.row(0)
 
 
@@ -95,7 +96,7 @@ def test_an_index_that_runs_backwards_is_damage(directory):
     content = bytearray(index.read_bytes())
     content[8:16] = (2**40).to_bytes(8, "little")
     index.write_bytes(content)
-    with opened(directory) as snapshot, pytest.raises(StateError, match="ends before it starts"):
+    with closing(Snapshot.open(directory)) as snapshot, pytest.raises(StateError, match="ends before it starts"):
         snapshot.row(1)
 
 
@@ -105,7 +106,7 @@ def descriptors() -> int:
 
 def test_no_descriptor_is_left_open(directory):
     before = descriptors()
-    with opened(directory):
+    with closing(Snapshot.open(directory)):
         pass
     (directory / "prompts.idx").unlink()
     with pytest.raises(StateError):

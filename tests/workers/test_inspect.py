@@ -5,12 +5,13 @@ import os
 import shutil
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from rlhfd.errors import DiskFullError, JobFileError
-from rlhfd.pipeline.prompts import opened
+from rlhfd.pipeline.prompts import Snapshot
 from rlhfd.workers import bundled, inspect
 from rlhfd.workers.inspect import Request
 from rlhfd.workers.inspect import main as inspect_main
@@ -101,7 +102,7 @@ def test_as_a_process_it_leaves_facts_tokenizer_and_snapshot(request_of, model, 
         "eos_token_ids": [],
         "architecture": "LlamaForCausalLM",
     }
-    with opened(out) as snapshot:
+    with closing(Snapshot.open(out)) as snapshot:
         assert snapshot.rows == facts["prompts"]["rows"] == len(ROWS)
         lengths = [len(snapshot.row(number).tokens) for number in range(snapshot.rows)]
         assert json.loads(snapshot.row(119).text) == "119 + 119 = ?"
