@@ -6,6 +6,7 @@ The only module that opens the database for the running daemon: one writer (prag
 import asyncio
 import sqlite3
 from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
 from pathlib import Path
 from threading import Thread
 from typing import Any, TypeVar, cast
@@ -44,11 +45,13 @@ class Link:
         cast("Thread", getattr(connection, "_thread", connection)).daemon = True
         link = cls(connection)
         try:
-            await connection
-            await link.run(_set_reader if readonly else _set_writer)
-        except (sqlite3.Error, StorageError) as error:
-            await link.close()
-            raise (translated(error, f"opening {path}") if isinstance(error, sqlite3.Error) else error) from error
+            async with AsyncExitStack() as opened:
+                opened.push_async_callback(link.close)
+                await connection
+                await link.run(_set_reader if readonly else _set_writer)
+                opened.pop_all()
+        except sqlite3.Error as error:
+            raise translated(error, f"opening {path}") from error
         return link
 
     async def run(self, fn: Callable[[sqlite3.Connection], T]) -> T:

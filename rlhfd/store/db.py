@@ -196,6 +196,8 @@ class Database:
 
         Raises what `fn` raises, StorageError, StateError (damaged), DeadlineError.
         """
+        if self._closing:
+            raise StorageError(f"the store is closed: {self.path}")
         try:
             async with asyncio.timeout(READ_SECONDS):
                 reader = await self._idle_readers.get()

@@ -6,6 +6,7 @@ why in one sentence. So no statement of the store can make a transition that the
 
 import sqlite3
 from enum import StrEnum
+from functools import cache
 
 import msgspec
 
@@ -25,7 +26,13 @@ _TABLES: dict[type[StrEnum], str] = {
 
 def guard(noun: type[StrEnum], event: str) -> dict[str, str]:
     """The parameters :to and :sources (a JSON list) of an update that makes `event` happen."""
-    return {"to": lifecycle.target(noun, event), "sources": json_text(list(lifecycle.sources(noun, event)))}
+    to, sources = _guard(noun, event)
+    return {"to": to, "sources": sources}
+
+
+@cache
+def _guard(noun: type[StrEnum], event: str) -> tuple[str, str]:
+    return lifecycle.target(noun, event), json_text(list(lifecycle.sources(noun, event)))
 
 
 def refused(connection: sqlite3.Connection, noun: type[StrEnum], row_id: int, event: str) -> RlhfdError:

@@ -95,7 +95,7 @@ async def collected_to(db: Database, job_id: JobId) -> int:
 async def set_publish_time(db: Database, job_id: JobId, step: int, seconds: float) -> None:
     """Add the publication's seconds, known only later, to the row of the step that made the version."""
     sql = (
-        "UPDATE step SET metrics = json_set(metrics, '$.time.publish', ?) "
+        "UPDATE step SET metrics = json_patch(metrics, json_object('time', json_object('publish', ?))) "
         "WHERE job_id = ? AND n = ? AND state = 'applied' AND metrics IS NOT NULL"
     )
 

@@ -339,6 +339,8 @@ async def test_closing_commits_what_is_pending(path: Path):
     assert [await task for task in waiting] == list(range(100, 400))
     with pytest.raises(StorageError, match="closed"):
         await db.write(insert(1000))
+    with pytest.raises(StorageError, match="closed"):
+        await stored(db)
     connection = sqlite3.connect(path)
     assert connection.execute("SELECT count(*) FROM note").fetchone()[0] == 300 + store.BURST - 1
     connection.close()

@@ -38,6 +38,7 @@ class ModelRollout:
 class ModelGroup:
     rollouts: list[ModelRollout]
     deadline: int
+    admitted: int
     state: GroupState = GroupState.OPEN
 
 
@@ -51,14 +52,23 @@ class Model:
     saved: list[int] = field(default_factory=list)
     collected: set[int] = field(default_factory=set)
     committed: int = 0
+    peak: int = 0  # the newest version that there has been
+
+    def newest(self) -> int:
+        """V: the version that the next step to be recorded starts from."""
+        return len(self.consumed) + len(self.recorded)
+
+    def sampling(self) -> bool:
+        """Versions at the generator never go back: after a divergence it waits until the lost ones are made again."""
+        return len(self.consumed) >= self.peak
 
     def of(self, *states: RolloutState) -> list[tuple[int, ModelRollout]]:
         live = [(g, r) for g, group in self.groups.items() if g not in self.collected for r in group.rollouts]
         return [(g, r) for g, r in live if r.state in states]
 
     def ready(self) -> list[int]:
-        newest = len(self.consumed) + len(self.recorded)
-        return [g for g, group in self.groups.items() if group.state is GroupState.READY and group.deadline >= newest]
+        ready = [(g, group) for g, group in self.groups.items() if group.state is GroupState.READY]
+        return [g for g, group in ready if group.deadline >= self.newest()]
 
 
 class Histories(RuleBasedStateMachine):
@@ -116,20 +126,22 @@ class Histories(RuleBasedStateMachine):
 
     # --- work
 
+    @precondition(lambda self: self.model.sampling())
     @rule()
     def admit(self) -> None:
-        newest = len(self.model.consumed) + len(self.model.recorded)
-        (group,) = self.run(self.story.admit(deadline=newest + STALENESS, admitted=newest))
+        deadline = len(self.model.consumed) + STALENESS
+        (group,) = self.run(self.story.admit(deadline=deadline, admitted=self.model.newest()))
         made = [ModelRollout(rollout.id) for rollout in group.rollouts]
-        self.model.groups[group.id] = ModelGroup(made, deadline=newest + STALENESS)
+        self.model.groups[group.id] = ModelGroup(made, deadline=deadline, admitted=self.model.newest())
 
+    @precondition(lambda self: self.model.sampling())
     @rule()
     def complete_one(self) -> None:
         """The whole way at once, or random walks would hardly ever reach a step."""
-        newest = len(self.model.consumed) + len(self.model.recorded)
-        group = self.run(self.story.ready_group(deadline=newest + STALENESS, admitted=newest))
+        deadline, newest = len(self.model.consumed) + STALENESS, self.model.newest()
+        group = self.run(self.story.ready_group(deadline=deadline, admitted=newest))
         made = [ModelRollout(r.id, RolloutState.SCORED, r.n_tokens) for r in group.rollouts]
-        self.model.groups[group.id] = ModelGroup(made, deadline=newest + STALENESS, state=GroupState.READY)
+        self.model.groups[group.id] = ModelGroup(made, deadline=deadline, admitted=newest, state=GroupState.READY)
         self.model.committed += sum(rollout.tokens for rollout in made)
 
     @precondition(lambda self: self.model.of(RolloutState.PENDING, RolloutState.PARTIAL))
@@ -139,7 +151,7 @@ class Histories(RuleBasedStateMachine):
         self.run(rollouts.start_rollout(self.db, rollout.id, self.story.epoch))
         rollout.state = RolloutState.GENERATING
 
-    @precondition(lambda self: self.model.of(RolloutState.GENERATING))
+    @precondition(lambda self: self.model.sampling() and self.model.of(RolloutState.GENERATING))
     @rule(data=st.data(), n=st.integers(1, 5), finish=st.sampled_from([None, None, "stop", "length"]))
     def append(self, data: st.DataObject, n: int, finish: str | None) -> None:
         _, rollout = data.draw(st.sampled_from(self.model.of(RolloutState.GENERATING)))
@@ -196,6 +208,7 @@ class Histories(RuleBasedStateMachine):
         group_id = self.model.recorded.pop(0)
         self.model.groups[group_id].state = GroupState.CONSUMED
         self.model.consumed.append(group_id)
+        self.model.peak = max(self.model.peak, len(self.model.consumed))
 
     @precondition(lambda self: self.model.consumed)
     @rule(data=st.data())
@@ -233,7 +246,7 @@ class Histories(RuleBasedStateMachine):
     def dropped_before(self, horizon: int) -> set[int]:
         busy = {group_id for group_id, _ in self.model.of(RolloutState.GENERATING)}
         dropped = {g for g, group in self.model.groups.items() if group.state is GroupState.DROPPED}
-        return {g for g in dropped - busy if self.model.groups[g].deadline - STALENESS <= horizon}
+        return {g for g in dropped - busy if self.model.groups[g].admitted <= horizon}
 
     @precondition(lambda self: any(g.state in {GroupState.OPEN, GroupState.READY} for g in self.model.groups.values()))
     @rule(data=st.data())
