@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-SLICE_ELEMENTS = {"cpu": 1 << 24, "cuda": 1 << 27}  # float32 logits alive at once; part of the numerics key
+SLICE_ELEMENTS = {"cpu": 1 << 23, "cuda": 1 << 27}  # float32 logits alive at once; part of the numerics key
 
 
 class TokenScores(NamedTuple):

@@ -21,7 +21,7 @@ from transformers.utils import logging as transformers_logging
 from rlhfd.core import wire
 from rlhfd.errors import JobFileError
 from rlhfd.workers.logprobs import TokenScores, token_scores
-from rlhfd.workers.numerics import ATTENTION
+from rlhfd.workers.numerics import ATTENTION, body_dtype
 
 ADAPTER = "default"
 BASE_LAYER = ".base_layer"
@@ -68,12 +68,13 @@ class Inputs:
 
 
 class Policy:
-    """The model that is trained. Masters are float32; with dtype bfloat16 the body computes under autocast."""
+    """The model that is trained. Masters are float32; `dtype` is what is served, `compute` the body's, by autocast."""
 
     def __init__(self, causal: _CausalLM, settings: wire.LearnerSettings, device: torch.device) -> None:
         self.causal = causal
         self.device = device
         self.dtype = DTYPES[settings.dtype]
+        self.compute = body_dtype(settings, device)
 
     @property
     def body(self) -> nn.Module:
@@ -108,7 +109,7 @@ class Policy:
 
     def scores(self, inputs: Inputs, temperature: float) -> TokenScores:
         """Log-probs (with gradient) and entropies of the targets, float32 [n]."""
-        with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.dtype is torch.bfloat16):
+        with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.compute is torch.bfloat16):
             hidden = hidden_states(self.body, inputs.ids)
         return token_scores(hidden[inputs.rows, inputs.columns], self.head, inputs.targets, temperature)
 

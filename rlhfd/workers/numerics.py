@@ -2,6 +2,10 @@
 
 Measured: AdamW's fused and foreach variants, another CPU capability and another attention each give other bits;
 thread count and checkpointing gave the same ones, and are recorded all the same.
+
+A job in bfloat16 computes under autocast where the device multiplies bfloat16, and in float32 where it would only
+emulate it: on a CPU without such instructions autocast is 2.5 times slower (34 against 85 tokens a CPU second) and
+less exact. What is served is bfloat16 in both cases.
 """
 
 import os
@@ -16,6 +20,22 @@ from rlhfd.workers.logprobs import SLICE_ELEMENTS
 
 ATTENTION = "sdpa"
 OPTIMIZER = "adamw_fused"
+BFLOAT16_INSTRUCTIONS = ("avx512_bf16", "amx_bf16", "bf16")  # x86-64, x86-64, aarch64
+
+
+def body_dtype(settings: wire.LearnerSettings, device: torch.device) -> torch.dtype:
+    """What the model's body computes in, over float32 masters."""
+    if settings.dtype == "bfloat16" and multiplies_bfloat16(device):
+        return torch.bfloat16
+    return torch.float32
+
+
+def multiplies_bfloat16(device: torch.device) -> bool:
+    """It has instructions for it."""
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    found = torch.cpu.get_capabilities()
+    return any(bool(found.get(name)) for name in BFLOAT16_INSTRUCTIONS)
 
 
 def numerics(settings: wire.LearnerSettings, device: torch.device) -> dict[str, str]:
@@ -27,6 +47,7 @@ def numerics(settings: wire.LearnerSettings, device: torch.device) -> dict[str, 
         "device": _device_name(device),
         "threads": str(torch.get_num_threads()),
         "dtype": settings.dtype,
+        "compute": str(body_dtype(settings, device)).removeprefix("torch."),
         "attention": ATTENTION,
         "optimizer": OPTIMIZER,
         "gradient_checkpointing": str(settings.gradient_checkpointing).lower(),

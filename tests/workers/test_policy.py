@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from rlhfd.errors import JobFileError
+from rlhfd.workers import numerics
 from rlhfd.workers.batch import collate
 from rlhfd.workers.session import Session
 from tests.workers.steps import as_read, learn, load_frame, make_rollouts, own_logps, parameters, session_of, silent
@@ -22,13 +23,28 @@ def altered(model, directory, **config):
     return directory
 
 
-def test_bf16_computes_the_body_in_bf16_over_float32_masters(tiny_model):
-    wide, narrow = session_of(tiny_model), session_of(tiny_model, dtype="bfloat16")
+def scored_in_bfloat16(model, monkeypatch, *, native):
+    """A job in bfloat16 beside one in float32: mean difference of log-probs, and the session."""
+    monkeypatch.setattr(numerics, "multiplies_bfloat16", lambda _: native)
+    wide, narrow = session_of(model), session_of(model, dtype="bfloat16")
     batch = collate(as_read(make_rollouts(wide.policy, version=0)), wide.policy.device)
     exact, rough = (session.policy.scores(batch.inputs, 1.0).logps for session in (wide, narrow))
     assert rough.dtype == torch.float32
-    assert 1e-4 < (exact - rough).abs().mean().item() < 0.1
-    assert {p.dtype for p in narrow.policy.trainable().values()} == {torch.float32}
+    return (exact - rough).abs().mean().item(), narrow
+
+
+def test_a_job_in_bfloat16_computes_the_body_in_it_over_float32_masters(tiny_model, monkeypatch):
+    difference, session = scored_in_bfloat16(tiny_model, monkeypatch, native=True)
+    assert 1e-4 < difference < 0.1
+    assert {p.dtype for p in session.policy.trainable().values()} == {torch.float32}
+    assert session.loaded().numerics["compute"] == "bfloat16"
+
+
+def test_where_bfloat16_would_be_emulated_the_body_computes_in_float32(tiny_model, monkeypatch):
+    difference, session = scored_in_bfloat16(tiny_model, monkeypatch, native=False)
+    assert difference == 0
+    assert session.loaded().numerics["compute"] == "float32"
+    assert session.policy.dtype == torch.bfloat16  # and serves bfloat16 all the same
 
 
 def test_gradient_checkpointing_gives_the_same_step(tiny_model):
