@@ -129,7 +129,7 @@ async def test_a_sweep_finds_the_tree_of_a_guard_that_another_daemon_recorded(re
 
 
 async def test_a_sweep_leaves_a_successor_of_the_pid_alone():
-    successor = subprocess.Popen(python("import time; time.sleep(60)"), start_new_session=True)
+    successor = subprocess.Popen(python("import signal; signal.pause()"), start_new_session=True)
     try:
         assert await sweep(successor.pid, procfs.start_ticks(successor.pid) - 1) == 0
         assert successor.poll() is None
