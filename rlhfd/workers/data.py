@@ -15,7 +15,7 @@ from urllib.parse import parse_qsl
 
 from rlhfd.config import DataSection, FunctionReward, JobConfig, MathReward, ReasoningGymReward, RegexReward
 from rlhfd.errors import JobFileError
-from rlhfd.workers.model_directory import Permissions, first_line
+from rlhfd.workers.model_directory import Permissions, first_line, how_to_fetch
 
 PARQUET_BATCH = 256  # rows read at once
 PUZZLES = 500  # made by reasoning-gym unless the job says how many
@@ -141,15 +141,11 @@ def _hub_split(data: DataSection, library: Library) -> Any:
     """One split of a data set saved to disk, of a directory of data files, or of the hub."""
     import datasets  # pyright: ignore[reportMissingTypeStubs]
 
-    if data.allow_download and not library.allowed.download:
-        raise JobFileError(
-            "data.allow_download = true is not allowed by this daemon's settings: put the data set into its cache "
-            "beforehand, or set allow_download = true there"
-        )
     local = Path(data.target) if Path(data.target).is_absolute() else None
     hub = cast("Any", datasets)
     hub.disable_progress_bars()
-    hub.config.HF_HUB_OFFLINE = not data.allow_download  # the model's download may have been allowed, and this not
+    fetch = data.allow_download and library.allowed.download
+    hub.config.HF_HUB_OFFLINE = not fetch  # the model's download may have been allowed, and this not
     try:
         if local is not None and ((local / "state.json").is_file() or (local / "dataset_dict.json").is_file()):
             found = hub.load_from_disk(str(local))
@@ -157,7 +153,7 @@ def _hub_split(data: DataSection, library: Library) -> Any:
             cache = None if local is None else str(library.cache_dir / "datasets")
             found = hub.load_dataset(data.target, cache_dir=cache, **data.source_args)
     except (OSError, ValueError, TypeError, RuntimeError, hub.exceptions.DatasetsError) as error:
-        raise JobFileError(_no_data_set(data, error, is_local=local is not None)) from error
+        raise JobFileError(_no_data_set(data, error, library.allowed if local is None else None)) from error
     if not isinstance(found, hub.DatasetDict):
         return found
     if data.split not in found:
@@ -166,14 +162,13 @@ def _hub_split(data: DataSection, library: Library) -> Any:
     return found[data.split]
 
 
-def _no_data_set(data: DataSection, error: BaseException, *, is_local: bool) -> str:
+def _no_data_set(data: DataSection, error: BaseException, allowed: Permissions | None) -> str:
+    """Why it can't be loaded; `allowed` is None for a local one."""
     why = first_line(error)
-    if is_local or data.allow_download:
+    if allowed is None or (data.allow_download and allowed.download):
         return f'data.source = "{data.source}" can\'t be loaded ({why}): correct the name, or data.source_args'
-    return (
-        f'data.source = "{data.source}" is not in the Hugging Face cache ({why}): set data.allow_download = true to '
-        "fetch it, or give a directory"
-    )
+    advice = how_to_fetch("data", asked=data.allow_download, allowed=allowed)
+    return f'data.source = "{data.source}" is not in the Hugging Face cache ({why}): {advice}, or give a directory'
 
 
 def _reasoning_gym(job: JobConfig) -> Iterator[Row]:

@@ -34,15 +34,11 @@ def resolve(model: ModelSection, cache_dir: Path, allowed: Permissions) -> Path:
         return Path(name)
     if name.lower() == bundled.NAME:
         return bundled.smollm2_directory(cache_dir)
-    if model.allow_download and not allowed.download:
-        raise JobFileError(
-            "model.allow_download = true is not allowed by this daemon's settings: put the model into its cache "
-            "beforehand, or set allow_download = true there"
-        )
-    return _of_hub(model)
+    return _of_hub(model, allowed)
 
 
-def _of_hub(model: ModelSection) -> Path:
+def _of_hub(model: ModelSection, allowed: Permissions) -> Path:
+    """From the Hugging Face cache, fetched into it where job and settings allow that."""
     import huggingface_hub
     from huggingface_hub import constants
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
@@ -51,16 +47,14 @@ def _of_hub(model: ModelSection) -> Path:
     wanted = FETCHED_TRUSTED if model.trust_remote_code else FETCHED
     try:
         found = cast("Any", huggingface_hub).snapshot_download(
-            name, local_files_only=not model.allow_download, allow_patterns=wanted
+            name, local_files_only=not (model.allow_download and allowed.download), allow_patterns=wanted
         )
     except HFValidationError as error:
         raise JobFileError(
             f'model.model_name_or_path = "{name}" is neither a directory nor a Hugging Face id: correct it'
         ) from error
     except LocalEntryNotFoundError as error:
-        advice = (
-            "the network was tried in vain" if model.allow_download else "set model.allow_download = true to fetch it"
-        )
+        advice = how_to_fetch("model", asked=model.allow_download, allowed=allowed)
         raise JobFileError(
             f'model.model_name_or_path = "{name}" is neither a directory nor in the cache {constants.HF_HUB_CACHE}: '
             f"{advice}, or give a directory"
@@ -71,6 +65,17 @@ def _of_hub(model: ModelSection) -> Path:
             "directory"
         ) from error
     return Path(found)
+
+
+def how_to_fetch(section: str, *, asked: bool, allowed: Permissions) -> str:
+    """What stands between the job and the hub."""
+    if not asked:
+        return f"set {section}.allow_download = true to fetch it"
+    if not allowed.download:
+        return (
+            f"{section}.allow_download = true is not allowed by this daemon's settings, set allow_download = true there"
+        )
+    return "the hub could not be reached, try again"
 
 
 def check_safe(directory: Path, model: ModelSection, allowed: Permissions) -> None:

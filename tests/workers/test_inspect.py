@@ -326,6 +326,18 @@ def test_a_download_needs_the_settings_too(request_of):
     assert "not allowed by this daemon's settings" in refusal(request_of(model=wanted))
 
 
+def test_a_model_that_is_in_the_cache_is_used_without_the_network(request_of, model, tmp_path, monkeypatch):
+    commit = "0" * 40
+    entry = tmp_path / "hub/models--org--tiny"
+    (entry / "refs").mkdir(parents=True)
+    (entry / "refs/main").write_text(commit)
+    shutil.copytree(model, entry / "snapshots" / commit)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    facts = inspect.inspect(request_of(model={"model_name_or_path": "org/tiny", "allow_download": True}))
+    assert facts["model"]["dir"] == str(entry / "snapshots" / commit)
+    assert facts["model"]["name"] == "org/tiny"
+
+
 def test_a_name_that_is_no_id_is_refused(request_of):
     assert "nor a Hugging Face id" in refusal(request_of(model={"model_name_or_path": "a model?"}))
 
