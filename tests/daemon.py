@@ -48,7 +48,7 @@ def _value(value: object) -> str:
     return json.dumps(value)
 
 
-def write_job(directory: Path, model: Path | str, **changes: Any) -> Path:
+def write_job(directory: Path, model: Path | str, /, **changes: Any) -> Path:
     """job.toml, rewards.py and prompts.jsonl for a tiny model; each keyword overrides keys of its section.
 
     `reward`, a list, replaces all rewards; a value None removes the key.
