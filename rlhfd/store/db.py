@@ -256,4 +256,4 @@ def _retrieve(waiter: asyncio.Future[object]) -> None:
 
 
 def _name(fn: Callable[..., object]) -> str:
-    return getattr(fn, "__qualname__", repr(fn)).replace(".<locals>", "")
+    return getattr(fn, "__qualname__", repr(fn)).replace(".<locals>", "").removesuffix(".<lambda>")

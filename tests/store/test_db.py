@@ -319,7 +319,7 @@ async def test_the_age_of_the_oldest_waiting_transaction_tells_that_the_disk_han
 async def test_a_write_that_never_ends_says_that_its_outcome_is_unknown(db: Database, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(store, "WRITE_SECONDS", 0.01)
     leave = threading.Event()
-    with pytest.raises(StorageError, match=r"did not commit .*lambda.* within 0.01 s: the outcome is unknown"):
+    with pytest.raises(StorageError, match=r"did not commit test_a_write\S+ within 0.01 s: the outcome is unknown"):
         await db.write(lambda _: leave.wait(10))
     leave.set()
 

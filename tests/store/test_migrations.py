@@ -73,6 +73,15 @@ async def test_every_schema_that_there_has_been_opens(path: Path, fixture: Path)
     assert_nothing_lost(path)
 
 
+@pytest.mark.parametrize("fixture", FIXTURES, ids=lambda path: path.stem)
+def test_a_schema_that_has_landed_is_never_edited(path: Path, fixture: Path):
+    """A change is a new migration: files with the old schema are out there."""
+    version = int(fixture.stem.removeprefix("schema-"))
+    migrations.prepare(path, 0, migrations.MIGRATIONS[:version])
+    schema = "SELECT name, sql FROM sqlite_master ORDER BY name"
+    assert ask(path, schema) == ask(fixture, schema)
+
+
 def test_a_migration_that_fails_leaves_the_file_as_it_was(path: Path):
     shutil.copy(FIXTURES[0], path)
     before = dump(path)
