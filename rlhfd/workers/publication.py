@@ -16,6 +16,7 @@ from safetensors.torch import save_file  # pyright: ignore[reportUnknownVariable
 from torch import Tensor
 from torch.func import functional_call  # pyright: ignore[reportUnknownVariableType]
 
+from rlhfd.errors import JobFileError
 from rlhfd.workers.batch import Rollout, collate
 from rlhfd.workers.checkpoint import io_errors_named
 from rlhfd.workers.durable import replaced, sync_file
@@ -79,7 +80,12 @@ def publish(directory: Path, policy: Policy, tensors: Mapping[str, Tensor], mode
 
 
 def export(directory: Path, policy: Policy, model_dir: Path) -> None:
-    """A plain Hugging Face directory: adapter merged, the start model's dtype and other files. Durable."""
+    """A plain Hugging Face directory: adapter merged, the start model's dtype and other files. Durable.
+
+    Raises JobFileError for a directory that holds something already.
+    """
+    if directory.exists() and any(directory.iterdir()):
+        raise JobFileError(f"{directory} is not empty: export to a new directory")
     dtype = _stored_dtype(model_dir)
     tensors = rounded(policy, dtype)
     with io_errors_named(directory), replaced(directory, durable=True) as temporary:

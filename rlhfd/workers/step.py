@@ -232,11 +232,12 @@ class LearnerStep:
         if self._settings.prox_logp_method not in {"recompute", "metrics"}:
             return
         for minibatch in range(self._settings.minibatches):
-            for number, batch in enumerate(micro_batches(self._rollouts, minibatch, self._policy.device)):
+            batches = list(micro_batches(self._rollouts, minibatch, self._policy.device))
+            for number, batch in enumerate(batches):
                 with self._prox_time.running():
                     logps = self._policy.scores(batch.inputs, self._settings.temperature).logps
                 self._keep_recomputed(batch, logps)
-                self._heartbeat(f"recompute minibatch {minibatch}", number + 1, 0)
+                self._heartbeat(f"recompute minibatch {minibatch}", number + 1, len(batches))
 
     def _keep_recomputed(self, batch: MicroBatch, logps: Tensor) -> None:
         lengths = [len(rollout.tokens) for rollout in batch.rollouts]

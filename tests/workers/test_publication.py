@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from rlhfd.core import wire
-from rlhfd.errors import DiskFullError
+from rlhfd.errors import DiskFullError, JobFileError
 from rlhfd.workers import publication
 from rlhfd.workers.optimizer import checksum
 from tests.workers.steps import TEMPERATURE, group_frames, ints, learn, make_rollouts, read_floats, session_of
@@ -163,3 +163,10 @@ def test_an_export_keeps_the_start_model_s_dtype(make_tiny_model, tmp_path):
     session = session_of(make_tiny_model("--dtype", "bfloat16"))
     session.export(wire.Export(dir=str(tmp_path / "out")))
     assert {t.dtype for t in load_file(tmp_path / "out" / "model.safetensors").values()} == {torch.bfloat16}
+
+
+def test_an_export_never_replaces_what_is_there(tiny_model, tmp_path):
+    (tmp_path / "precious").write_text("mine")
+    with pytest.raises(JobFileError, match="not empty"):
+        session_of(tiny_model).export(wire.Export(dir=str(tmp_path)))
+    assert (tmp_path / "precious").read_text() == "mine"
