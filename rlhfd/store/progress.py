@@ -15,6 +15,7 @@ _PROGRESS = query("progress")
 _FACTS = query("step_facts")
 _SPANS = query("version_spans")
 _LABELLED = query("groups_labelled")
+_COLLECTED_TO = query("collected_to")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,12 +85,8 @@ async def tokens_stored(db: Database, job_id: JobId) -> int:
 
 
 async def collected_to(db: Database, job_id: JobId) -> int:
-    """The newest applied step whose rollouts retention has deleted; 0 where all are there."""
-    sql = (
-        "SELECT coalesce(max(n), 0) FROM step WHERE job_id = ? AND state = 'applied' "
-        "AND NOT EXISTS (SELECT 1 FROM step_rollout WHERE step_id = step.id)"
-    )
-    return await db.read(lambda connection: connection.execute(sql, (job_id,)).fetchone()[0])
+    """The newest applied step of which retention has deleted a rollout; 0 where all are there."""
+    return await db.read(lambda connection: connection.execute(_COLLECTED_TO, {"job_id": job_id}).fetchone()[0])
 
 
 async def set_publish_time(db: Database, job_id: JobId, step: int, seconds: float) -> None:

@@ -307,3 +307,7 @@ ORDER BY grp.ordinal;
 UPDATE rollout SET state = :to, lease_epoch = NULL
 WHERE state IN (SELECT value FROM json_each(:sources))
 AND grp_id IN (SELECT id FROM grp WHERE job_id = :job_id AND state IN ('open', 'ready'));
+
+-- name: collected_to
+SELECT coalesce(max(n), 0) FROM step JOIN step_grp ON step_id = step.id AND void = 0
+WHERE job_id = :job_id AND state = 'applied' AND NOT EXISTS (SELECT 1 FROM rollout WHERE grp_id = step_grp.grp_id);
