@@ -132,6 +132,9 @@ class Settings(Section):
     allow_remote_code: bool = Field(default=False, description="whether a job may ask for trust_remote_code")
     allow_download: bool = Field(default=False, description="whether a job may ask for allow_download")
     retries: Count = Field(default=3, description="daemon attempts of a job without an applied step between them")
+    restart_pause: float = Field(
+        default=1.0, gt=0, le=60, description="seconds before a lost child is started again; doubles with each loss"
+    )
     deadlines: Deadlines = Deadlines()
 
 

@@ -48,7 +48,8 @@ class Keeper:
             await self._context.event(f"{self._role}_lost", why=str(lost), losses=self.losses)
             if self.losses >= LIMIT or not lost.retryable:
                 raise lost
-            await asyncio.sleep(min(2.0 ** (self.losses - 1), LONGEST_PAUSE))
+            first = self._context.settings.restart_pause
+            await asyncio.sleep(min(first * 2.0 ** (self.losses - 1), LONGEST_PAUSE))
 
     def suspect(self, error: RlhfdError) -> None:
         """Something that needs it failed: end it, so that a fresh one takes over."""

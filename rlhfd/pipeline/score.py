@@ -5,15 +5,25 @@ produces     scored rollouts, or failed ones: a reward that raises, hangs or ret
              its rollout out of the group, never a zero
 waits for    the reward pool, within each reward's own timeout
 unblocked by the end of a rollout; the k-th answer makes its group ready
+
+Groups without enough rewards are dropped and others take their place. `DROPS` steps' worth of them in a row, with no
+group completed in between, mean that the rewards don't work: the job fails, rather than spin for ever.
 """
 
 import asyncio
+import math
+
+import msgspec
 
 from rlhfd.core import wire
 from rlhfd.core.plan import Score
+from rlhfd.core.types import GroupState
 from rlhfd.engines.rewards import RewardPool
+from rlhfd.errors import RewardError
 from rlhfd.pipeline.context import Context
 from rlhfd.store import chunks, rollouts
+
+DROPS = 2  # times groups_per_step
 
 
 class Scorer:
@@ -24,9 +34,15 @@ class Scorer:
         self._pool = pool
         self.up = asyncio.Event()  # the pool has a worker; one that has none yet knows no names
         self._weights = [reward.weight for reward in context.config.reward]
+        self._limit = DROPS * context.config.rollout.groups_per_step
+        self._dropped = 0  # groups in a row
+        self._last: wire.Scored | None = None  # the newest answer without a value
 
     async def score(self, action: Score) -> None:
-        """One rollout: all parts and their weighted sum, or failed with the first error."""
+        """One rollout: all parts and their weighted sum, or failed with the first error.
+
+        Raises RewardError where too many groups in a row had to be dropped.
+        """
         await self.up.wait()
         context, rollout = self._context, action.rollout
         tokens = await chunks.tokens(context.db, rollout.id)
@@ -43,15 +59,35 @@ class Scorer:
             for number in range(len(self._weights))
         ]
         answers = await asyncio.gather(*(self._pool.score(call) for call in calls))
-        failed = next((answer for answer in answers if answer.value is None), None)
-        if failed is not None:
-            await self._fail(action, failed)
-            return
         parts = {name: answer.value or 0.0 for name, answer in zip(self._pool.names, answers, strict=True)}
         total = sum(weight * value for weight, value in zip(self._weights, parts.values(), strict=True))
-        await rollouts.score_rollout(context.db, rollout.id, parts=parts, reward=total, text=answers[0].text)
+        failed = next((answer for answer in answers if answer.value is None), None)
+        if failed is None and not math.isfinite(total):
+            why = f"the weighted sum of {parts} is not finite"
+            failed = msgspec.structs.replace(answers[0], value=None, error_kind="not_finite", error=why)
+        if failed is not None:
+            self._settled(await self._fail(action, failed))
+            return
+        text = answers[0].text
+        self._settled(await rollouts.score_rollout(context.db, rollout.id, parts=parts, reward=total, text=text))
 
-    async def _fail(self, action: Score, answer: wire.Scored) -> None:
-        name = self._pool.names[answer.reward]
-        error = f"{name} ({answer.error_kind}): {answer.error}"
-        await rollouts.fail_rollout(self._context.db, action.rollout.id, error)
+    async def _fail(self, action: Score, answer: wire.Scored) -> GroupState:
+        self._last = answer
+        return await rollouts.fail_rollout(self._context.db, action.rollout.id, self._told(answer))
+
+    def _told(self, answer: wire.Scored) -> str:
+        return f"{self._pool.names[answer.reward]} ({answer.error_kind}): {answer.error}"
+
+    def _settled(self, group: GroupState) -> None:
+        """Count groups dropped in a row; one that is complete ends the row."""
+        if group is GroupState.READY:
+            self._dropped = 0
+        if group is not GroupState.DROPPED or self._last is None:
+            return
+        self._dropped += 1
+        if self._dropped >= self._limit:
+            raise RewardError(
+                f"{self._dropped} groups in a row had fewer than 2 rollouts with a reward and were dropped; the last "
+                f"error was {self._told(self._last)}; mend the reward and submit the job again",
+                kind=self._last.error_kind,
+            )
