@@ -155,9 +155,17 @@ async def set_desired(db: Database, job_id: JobId, desired: Desired) -> Job:
     return await _set(db, job_id, "desired", str(desired))
 
 
-async def set_reason(db: Database, job_id: JobId, reason: str | None) -> Job:
-    """Why the job stands where it stands, in words. Raises UnknownJobError."""
-    return await _set(db, job_id, "reason", reason)
+async def set_reason(db: Database, job_id: JobId, reason: str) -> Job:
+    """What a queued job waits for, in words, with an event. Raises UnknownJobError."""
+    now = db.now_us()
+
+    def waits(connection: sqlite3.Connection) -> Job:
+        connection.execute("UPDATE job SET reason = ?, updated_us = ? WHERE id = ?", (reason, now, job_id))
+        job = fetch(connection, job_id)
+        events.insert(connection, job_id, "waiting", {"reason": reason}, now)
+        return job
+
+    return await db.write(waits, urgent=True)
 
 
 async def set_noise(db: Database, job_id: JobId, noise: float) -> Job:
@@ -165,7 +173,7 @@ async def set_noise(db: Database, job_id: JobId, noise: float) -> Job:
     return await _set(db, job_id, "noise", noise)
 
 
-async def _set(db: Database, job_id: JobId, column: str, value: str | float | None) -> Job:
+async def _set(db: Database, job_id: JobId, column: str, value: str | float) -> Job:
     now = db.now_us()
 
     def update(connection: sqlite3.Connection) -> Job:

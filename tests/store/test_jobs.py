@@ -166,3 +166,9 @@ async def test_what_is_noted_on_a_job_stays(story: Story):
     await jobs.set_reason(story.db, story.id, "waits for 2 GPUs")
     job = await jobs.job(story.db, story.id)
     assert (job.noise, job.reason) == (0.025, "waits for 2 GPUs")
+
+
+async def test_what_a_job_waits_for_is_told(story: Story):
+    await jobs.set_reason(story.db, story.id, "waits for 2 GPUs")
+    told = (await events.after(story.db, story.id, 0))[-1]
+    assert (told.kind, told.body) == ("waiting", {"reason": "waits for 2 GPUs"})
