@@ -67,6 +67,7 @@ async def serve(settings: Settings, state_dir: Path, socket: Path) -> None:
     with contextlib.closing(state.lock):
         _log_to(state_dir / "logs" / "daemon.log")
         db = await Database.open(state.database)
+        db.use_reserve = state.drop_ballast
         try:
             await _epoch(settings, state, db, socket)
         finally:
@@ -80,6 +81,7 @@ async def _epoch(settings: Settings, state: StateDir, db: Database, socket: Path
         await sweep(child.session_id, child.started_ticks)
         await children.forget_child(db, child)
     state.clear_leftovers()
+    state.lay_ballast()
     nursery = Nursery(db)
 
     def devices() -> Sequence[Device]:

@@ -6,6 +6,7 @@ rlhfd.db  lock  ballast  backups/  files/<sha256>  prompts/<sha256>/  jobs/<id>/
 import fcntl
 import os
 import shutil
+from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Self, TextIO
 from rlhfd.core.types import Epoch, JobId
 from rlhfd.errors import AlreadyRunningError, StorageError
 
+BALLAST = 64 * 1024 * 1024  # bytes kept back; a sixteenth of a small file system
 SHM = Path("/dev/shm")  # noqa: S108  RAM-backed, for publications; names carry the state directory's hash and the epoch
 
 
@@ -44,6 +46,23 @@ class StateDir:
                 f"another rlhfd daemon uses {root}; stop it, or choose another directory with --state-dir"
             ) from None
         return cls(root=root, lock=lock)
+
+    def lay_ballast(self) -> None:
+        """Keep some room back, if there is plenty: on a full disk it is what a pause or a cancel is written into."""
+        ballast, usage = self.root / "ballast", shutil.disk_usage(self.root)
+        size = min(BALLAST, usage.total // 16)
+        if ballast.exists() or usage.free < 2 * size:
+            return
+        with suppress(OSError), ballast.open("xb") as file:
+            os.posix_fallocate(file.fileno(), 0, size)
+
+    def drop_ballast(self) -> bool:
+        """Make its room free; False where there was none."""
+        try:
+            (self.root / "ballast").unlink()
+        except FileNotFoundError:
+            return False
+        return True
 
     @property
     def database(self) -> Path:

@@ -9,6 +9,7 @@ FIFO within a priority; a failed job frees its devices and the queue goes on.
 """
 
 import asyncio
+import errno
 import logging
 import shutil
 from collections.abc import Sequence
@@ -26,16 +27,19 @@ from rlhfd.pipeline.run import JobRun, Stop
 from rlhfd.store import jobs
 
 RECHECK = 15.0
+NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT})
+BY_OWNER = "paused by its owner"
 log = logging.getLogger("rlhfd.jobs")
 
 
 @dataclass(kw_only=True, slots=True)
 class Running:
-    """A job that holds devices. `run` is None while its parts are put together."""
+    """A job that holds devices. `run` is None while its parts are put together; `why`: if it comes to pause."""
 
     lease: Lease
     task: "asyncio.Task[None]"
     run: JobRun | None = None
+    why: str = BY_OWNER
 
 
 class Supervisor:
@@ -72,7 +76,7 @@ class Supervisor:
                 async with asyncio.timeout(RECHECK):
                     await self._wake.wait()
             except TimeoutError:
-                continue
+                self._house.state.lay_ballast()
 
     async def drain(self) -> None:
         """The daemon goes: every run commits its partials and saves; its job stays `running`."""
@@ -152,13 +156,15 @@ class Supervisor:
     async def _attempt(self, job: Job, lease: Lease) -> None:
         """One attempt from claim to final state; the only place where any exception is caught."""
         try:
-            ended = await self._run(job, lease)
+            ended = await self._with_room(job, lease)
         except asyncio.CancelledError:
             if self._stopping:
                 raise
             ended = Stop.CANCEL if (await jobs.job(self._house.db, job.id)).desired is Desired.CANCEL else Stop.PAUSE
         except DiskFullError as error:
-            await jobs.pause(self._house.db, job.id, f"{error}; make room, then: rlhfd resume {job.id}")
+            why = f"{error}; make room, then: rlhfd resume"
+            self._pause_all(why)
+            await jobs.pause(self._house.db, job.id, f"{why} {job.id}")
             ended = Stop.DRAIN
         except RlhfdError as error:
             await jobs.fail(self._house.db, job.id, str(error))
@@ -169,9 +175,25 @@ class Supervisor:
             await jobs.fail(self._house.db, job.id, bug)
             ended = Stop.DRAIN
         finally:
-            self._running.pop(job.id, None)
+            why = self._running.pop(job.id).why
             self.poke()
-        await self._settle(job.id, ended)
+        await self._settle(job.id, ended, why)
+
+    def _pause_all(self, why: str) -> None:
+        """The disk is full for all of them, and what was kept back is for their pauses."""
+        for job_id, other in self._running.items():
+            if other.run is not None:
+                other.why = f"{why} {job_id}"
+                other.run.ask(Stop.PAUSE)
+
+    async def _with_room(self, job: Job, lease: Lease) -> Stop | None:
+        """`_run`; where a file met a full disk, that is what it raises."""
+        try:
+            return await self._run(job, lease)
+        except OSError as error:
+            if error.errno not in NO_ROOM:
+                raise
+            raise DiskFullError(f"no room left in {error.filename or self._house.state.root}") from error
 
     async def _run(self, job: Job, lease: Lease) -> Stop | None:
         config = parse_job(job.spec)
@@ -195,13 +217,13 @@ class Supervisor:
         finally:
             await asyncio.to_thread(shutil.rmtree, context.weights_dir, ignore_errors=True)
 
-    async def _settle(self, job_id: JobId, ended: Stop | None) -> None:
+    async def _settle(self, job_id: JobId, ended: Stop | None, why: str) -> None:
         db = self._house.db
         match ended:
             case None:
                 await jobs.finish(db, job_id)
             case Stop.PAUSE:
-                await jobs.pause(db, job_id, "paused by its owner")
+                await jobs.pause(db, job_id, why)
             case Stop.CANCEL:
                 await jobs.cancel(db, job_id, "cancelled by its owner")
             case Stop.DRAIN:

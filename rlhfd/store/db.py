@@ -26,7 +26,7 @@ from types import TracebackType
 from typing import Self, TypeVar
 
 from rlhfd.core.types import Epoch
-from rlhfd.errors import DeadlineError, StorageError
+from rlhfd.errors import DeadlineError, DiskFullError, StorageError
 from rlhfd.store import migrations
 from rlhfd.store.commit import Outcome, Unit, commit_together
 from rlhfd.store.connection import Link, translated
@@ -71,6 +71,7 @@ class Database:
         self.path = path
         self.now_us = clock
         self.epoch: Epoch | None = None  # set by epochs.begin_epoch; from then on every COMMIT checks it
+        self.use_reserve: Callable[[], bool] = lambda: False  # frees room that was kept back; False: there was none
         self._loop = asyncio.get_running_loop()
         self._writer, self._readers = writer, readers
         self._idle_readers: asyncio.Queue[Link] = asyncio.Queue()
@@ -115,14 +116,23 @@ class Database:
 
     # --- writing ---------------------------------------------------------------------------------------------------
 
-    async def write(self, fn: Callable[[sqlite3.Connection], T], *, urgent: bool = False) -> T:
+    async def write(self, fn: Callable[[sqlite3.Connection], T], *, urgent: bool = False, vital: bool = False) -> T:
         """Run `fn` as one transaction; its result, after COMMIT.
 
         `fn` runs on the writer's thread, under a savepoint among others: it must touch nothing but its connection,
-        and raise to take back what it did. `urgent`: commit without regard to the pace. A cancelled caller leaves
-        the transaction running. Raises what `fn` raises; DiskFullError (nothing was written); StorageError (the
-        outcome is unknown: end the process, reconcile after a restart by the idempotency keys); StateError (fenced).
+        and raise to take back what it did. `urgent`: commit without regard to the pace. `vital`: urgent, and worth
+        the reserve where the disk is full, as the pause of a job is. A cancelled caller leaves the transaction
+        running. Raises what `fn` raises; DiskFullError (nothing was written); StorageError (the outcome is unknown:
+        end the process, reconcile after a restart by the idempotency keys); StateError (fenced).
         """
+        try:
+            return await self._write(fn, urgent=urgent or vital)
+        except DiskFullError:
+            if not (vital and self.use_reserve()):
+                raise
+        return await self._write(fn, urgent=True)
+
+    async def _write(self, fn: Callable[[sqlite3.Connection], T], *, urgent: bool) -> T:
         if self._closing or self._task.done():
             raise StorageError(f"the store is closed: {self.path}")
         if self._broken is not None:

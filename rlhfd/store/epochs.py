@@ -35,7 +35,7 @@ async def begin_epoch(db: Database, *, pid: int, boot_id: str, version: str) -> 
         insert(connection, None, "daemon_started", body, now)
         return Epoch(row["epoch"])
 
-    db.epoch = await db.write(recover, urgent=True)
+    db.epoch = await db.write(recover, vital=True)
     return db.epoch
 
 
@@ -47,7 +47,7 @@ async def mark_clean_exit(db: Database) -> None:
         connection.execute("UPDATE daemon SET clean_exit = 1")
         insert(connection, None, "daemon_stopped", {}, now)
 
-    await db.write(leave, urgent=True)
+    await db.write(leave, vital=True)
 
 
 def _was_clean(connection: sqlite3.Connection) -> bool:

@@ -181,7 +181,7 @@ async def _set(db: Database, job_id: JobId, column: str, value: str | float) -> 
         connection.execute(sql, (value, now, job_id))
         return fetch(connection, job_id)
 
-    return await db.write(update, urgent=True)
+    return await db.write(update, vital=True)
 
 
 async def pause(db: Database, job_id: JobId, reason: str) -> Job:
@@ -226,13 +226,13 @@ async def _move(db: Database, job_id: JobId, event: str, reason: str | None) -> 
             _cancel_dependents(connection, job_id, now)
         return _job(row)
 
-    return await db.write(change, urgent=True)
+    return await db.write(change, vital=True)
 
 
 async def cancel_dependents(db: Database, job_id: JobId) -> tuple[JobId, ...]:
     """Cancel every waiting job that was to follow this one, directly or not. Re-runnable; `fail` and `cancel` do it."""
     now = db.now_us()
-    return await db.write(lambda connection: _cancel_dependents(connection, job_id, now), urgent=True)
+    return await db.write(lambda connection: _cancel_dependents(connection, job_id, now), vital=True)
 
 
 def _cancel_dependents(connection: sqlite3.Connection, job_id: JobId, now: int) -> tuple[JobId, ...]:
