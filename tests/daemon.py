@@ -9,10 +9,12 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
+
+from rlhfd.core import procfs
 
 REPOSITORY = Path(__file__).parents[1]
 FAKE_ENGINE = "rlhfd.testing.engine"
@@ -20,6 +22,7 @@ REAL_ENGINE = "vllm.entrypoints.openai.api_server"
 START_SECONDS = 60.0
 STOP_SECONDS = 120.0
 CLI_SECONDS = 180.0
+GONE_SECONDS = 10.0
 
 REWARDS = '''
 def vowels(completion):
@@ -36,7 +39,9 @@ def toml(table: Mapping[str, Any]) -> str:
     """Plain data as TOML: tables one or two deep, lists of tables under [[reward]]."""
     lines: list[str] = []
     for name, section in table.items():
-        for head, body in [(f"[[{name}]]", s) for s in section] if isinstance(section, list) else [(f"[{name}]", section)]:
+        for head, body in (
+            [(f"[[{name}]]", s) for s in section] if isinstance(section, list) else [(f"[{name}]", section)]
+        ):
             lines.append(head)
             lines += [f"{key} = {_value(value)}" for key, value in body.items()]
     return "\n".join(lines) + "\n"
@@ -77,6 +82,21 @@ def write_job(directory: Path, model: Path | str, /, **changes: Any) -> Path:
     return path
 
 
+def still_there(processes: Iterable[procfs.Process], seconds: float) -> list[procfs.Process]:
+    """Those that have not ended within so many seconds."""
+    deadline, left = time.monotonic() + seconds, []
+    for process in processes:
+        try:
+            handle = os.pidfd_open(process.pid)
+        except ProcessLookupError:
+            continue
+        ended, _, _ = select.select([handle], [], [], max(deadline - time.monotonic(), 0.0))
+        os.close(handle)
+        if not ended and procfs.start_ticks(process.pid) == process.started:
+            left.append(process)
+    return left
+
+
 class _Connection(http.client.HTTPConnection):
     def __init__(self, path: Path, timeout: float) -> None:
         super().__init__("daemon", timeout=timeout)
@@ -98,11 +118,13 @@ class Daemon:
         settings: Mapping[str, Any] | None = None,
         env: Mapping[str, str] | None = None,
         prefix: tuple[str, ...] = (),
+        socket: Path | None = None,
     ) -> None:
         self.state_dir = state_dir
-        self.socket = state_dir / "rlhfd.sock"
+        self.socket = socket or state_dir / "rlhfd.sock"
         self._settings = {"generator_module": FAKE_ENGINE, **(settings or {})}
-        self._env = {**os.environ, "PYTHONPATH": str(REPOSITORY), "HF_HUB_OFFLINE": "1", **(env or {})}
+        inherited = {key: value for key, value in os.environ.items() if not key.startswith("RLHFD_")}
+        self._env = {**inherited, "PYTHONPATH": str(REPOSITORY), "HF_HUB_OFFLINE": "1", **(env or {})}
         self._prefix = prefix
         self._log = state_dir.with_name(state_dir.name + ".serve.log")
 
@@ -113,9 +135,13 @@ class Daemon:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        children = self.children()
         if self.process.poll() is None:
-            self.process.kill()
-            self.process.wait(STOP_SECONDS)
+            self.kill()
+        left = still_there(children, GONE_SECONDS)
+        for process in left:
+            procfs.send(process, signal.SIGKILL)
+        assert error is not None or not left, f"left behind: {left}"
 
     def start(self) -> None:
         """Start it and wait until it answers."""
@@ -157,7 +183,8 @@ class Daemon:
         return self._log.read_text()
 
     def _command(self, *arguments: str) -> list[str]:
-        return [sys.executable, "-m", "rlhfd", "--state-dir", str(self.state_dir), *arguments]
+        where = ["--state-dir", str(self.state_dir), "--socket", str(self.socket)]
+        return [sys.executable, "-m", "rlhfd", *where, *arguments]
 
     def cli(self, *arguments: str | int | Path) -> subprocess.CompletedProcess[str]:
         """Run a command of the command line against it."""
@@ -219,6 +246,10 @@ class Daemon:
     def wait_dead(self, seconds: float) -> int:
         """The exit status of a daemon that ends by itself; negative: the signal that killed it."""
         return self.process.wait(seconds)
+
+    def children(self) -> list[procfs.Process]:
+        """Every process below it."""
+        return procfs.tree(self.process.pid) if self.process.poll() is None else []
 
     def kill(self) -> int:
         """kill -9, the daemon alone."""

@@ -38,11 +38,21 @@ class LearnerView:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineView:
-    """`open`: requests are let through. `version`: what it runs; never goes back. `drained`: no stream is in flight."""
+    """`open`: requests are let through. `version`: what it runs; never goes back. `drained`: no stream is in flight.
+
+    `floor`: after a diverged replay the newest version that there had been: nothing is sampled below it, or tokens of
+    one rollout would get older as it grows.
+    """
 
     open: bool
     version: int
     drained: bool
+    floor: int = 0
+
+    @property
+    def samples(self) -> bool:
+        """Rollouts may be admitted and generated."""
+        return self.open and self.version >= self.floor
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -179,7 +189,7 @@ def _next_step(view: View) -> list[Ordinal] | None:
 
 def _admissible(view: View) -> int:
     rules = view.rules
-    if not view.engine.open or not (rules.together or _quiet(view)):
+    if not view.engine.samples or not (rules.together or _quiet(view)):
         return 0
     return overlap.admissible(
         len(view.groups),
@@ -229,7 +239,7 @@ def _scores(view: View) -> Iterator[Action]:
 
 def _generations(view: View) -> Iterator[Action]:
     """Least deadline first, as many as the engine takes at once."""
-    if not view.engine.open:
+    if not view.engine.samples:
         return
     room = view.rules.max_streams - sum(1 for kind, _ in view.busy if kind == "generate")
     waiting = {RolloutState.PENDING, RolloutState.PARTIAL, RolloutState.GENERATING}

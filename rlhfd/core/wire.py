@@ -22,7 +22,7 @@ class Frame(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 # --- both channels -------------------------------------------------------------------------------------------------
 
 
-class Hello(Frame):
+class Hello(Frame, frozen=True):
     """Child -> daemon, first frame. `epoch` echoes the one it was started under; `started` is its start time in ticks."""
 
     protocol: int
@@ -31,7 +31,7 @@ class Hello(Frame):
     started: int
 
 
-class Progress(Frame):
+class Progress(Frame, frozen=True):
     """Child -> daemon while a call runs: heartbeat and position."""
 
     phase: str
@@ -42,7 +42,7 @@ class Progress(Frame):
 FaultKind: TypeAlias = Literal["non_finite", "out_of_memory", "bad_model", "bad_checkpoint", "disk_full", "io", "bug"]
 
 
-class Fault(Frame):
+class Fault(Frame, frozen=True):
     """Child -> daemon instead of a result. `kind` picks the class of errors.py: see `core/faults.py`."""
 
     kind: FaultKind
@@ -51,18 +51,18 @@ class Fault(Frame):
     trace: str = ""
 
 
-class Shutdown(Frame):
+class Shutdown(Frame, frozen=True):
     """Daemon -> child: end with status 0."""
 
 
-class Done(Frame):
+class Done(Frame, frozen=True):
     """Child -> daemon: a call without a result of its own has ended well."""
 
 
 # --- learner -------------------------------------------------------------------------------------------------------
 
 
-class LearnerSettings(Frame):
+class LearnerSettings(Frame, frozen=True):
     """What holds for the life of a learner process."""
 
     dtype: Literal["bfloat16", "float32"]
@@ -80,7 +80,7 @@ class LearnerSettings(Frame):
     trust_remote_code: bool = False
 
 
-class Load(Frame):
+class Load(Frame, frozen=True):
     """Load the start model, then the checkpoint over it (weights, optimiser), if any."""
 
     model_dir: str
@@ -89,7 +89,7 @@ class Load(Frame):
     threads: int
 
 
-class Loaded(Frame):
+class Loaded(Frame, frozen=True):
     """`step`: the version now in memory. `numerics`: the redo log's key (versions, CPU flags, attention, optimiser …)."""
 
     step: int
@@ -98,7 +98,7 @@ class Loaded(Frame):
     numerics: dict[str, str]
 
 
-class StepSettings(Frame):
+class StepSettings(Frame, frozen=True):
     """The values in force in one step: recorded before it is learned, replayed as they stand.
 
     `learning_rates` has one entry per optimiser step (num_iterations x minibatches, in that order). `n_sequences` and
@@ -124,7 +124,7 @@ class StepSettings(Frame):
     beta: float = 0.0
 
 
-class RolloutFrame(Frame):
+class RolloutFrame(Frame, frozen=True):
     """One rollout for a learner. prompt int32 [P], tokens int32 [T], logps float32 [T], versions int32 [T] (steps).
 
     `minibatch` and `micro_batch` place it (micro_batch counts inside its minibatch); `skipped`: in N and T, but not
@@ -143,14 +143,14 @@ class RolloutFrame(Frame):
     skipped: bool = False
 
 
-class GroupFrame(Frame):
+class GroupFrame(Frame, frozen=True):
     """The rollouts of one group, in the order of k. A step's groups follow its `Learn`, in order of ordinal."""
 
     ordinal: int
     rollouts: list[RolloutFrame]
 
 
-class Learn(Frame):
+class Learn(Frame, frozen=True):
     """Step `step` from version `version_in`; `groups` GroupFrames follow. `trace`: rollouts whose tokens to report."""
 
     step: int
@@ -160,7 +160,7 @@ class Learn(Frame):
     trace: list[int]
 
 
-class Fingerprint(Frame):
+class Fingerprint(Frame, frozen=True):
     """What a replay must reproduce: per optimiser step loss, norm, skipped; checksums (hex) over all bits after the step."""
 
     losses: list[float]
@@ -170,7 +170,7 @@ class Fingerprint(Frame):
     optimizer: str
 
 
-class TokenTrace(Frame):
+class TokenTrace(Frame, frozen=True):
     """What the first pass used per token of a rollout, each [T]: staleness int32; the rest float32.
 
     policy: log-prob of the current policy at the step's start; prox: proximal log-prob; weight: w after the cap;
@@ -186,7 +186,7 @@ class TokenTrace(Frame):
     ratio: bytes
 
 
-class Learned(Frame):
+class Learned(Frame, frozen=True):
     """`metrics`: see core/metrics.py for names. `times`: seconds {prox_logp, learn}."""
 
     step: int
@@ -196,7 +196,7 @@ class Learned(Frame):
     traces: list[TokenTrace]
 
 
-class Publish(Frame):
+class Publish(Frame, frozen=True):
     """Write what the generator shall load into `dir` (a Hugging Face directory: safetensors in `dtype`, config, no tokenizer).
 
     `noise_seed`: not None makes a *probe*: every tensor moved by 5 % of its own spread. `canary`: token sequences
@@ -209,7 +209,7 @@ class Publish(Frame):
     canary: list[bytes]
 
 
-class Published(Frame):
+class Published(Frame, frozen=True):
     """`changed`: share of published (rounded) elements that differ from the last *non-probe* publication; 1.0 for a first one."""
 
     step: int
@@ -218,7 +218,7 @@ class Published(Frame):
     canary: list[bytes]
 
 
-class Checkpoint(Frame):
+class Checkpoint(Frame, frozen=True):
     """Write a checkpoint by the protocol of durability.md to `dir` (temporary name, fsyncs, rename are the learner's)."""
 
     dir: str
@@ -226,27 +226,27 @@ class Checkpoint(Frame):
     epoch: int
 
 
-class Checkpointed(Frame):
+class Checkpointed(Frame, frozen=True):
     """Durable: files, directory and its parent are fsynced. `manifest_sha`: hex of manifest.json."""
 
     manifest_sha: str
     nbytes: int
 
 
-class LogProbs(Frame):
+class LogProbs(Frame, frozen=True):
     """Log-probs of stored tokens under the published (rounded) tensors of the weights in memory; `groups` GroupFrames follow."""
 
     groups: int
     temperature: float
 
 
-class LogProbsReply(Frame):
+class LogProbsReply(Frame, frozen=True):
     """rollout id -> float32 [T]."""
 
     logps: dict[int, bytes]
 
 
-class Export(Frame):
+class Export(Frame, frozen=True):
     """Write a plain Hugging Face directory (adapter merged, dtype of the model, tokenizer copied) to `dir`."""
 
     dir: str
@@ -255,7 +255,7 @@ class Export(Frame):
 # --- rewards -------------------------------------------------------------------------------------------------------
 
 
-class RewardSetup(Frame):
+class RewardSetup(Frame, frozen=True):
     """Prepare a worker: `specs` is the job's [[reward]] list as JSON, `files_dir` holds the carried files by name.
 
     `columns`: the extra columns of every row (None: not known, parameters are then checked row by row). `work_dir`: a
@@ -271,19 +271,19 @@ class RewardSetup(Frame):
     memory_bytes: int = 4 * 1024**3
 
 
-class RewardReady(Frame):
+class RewardReady(Frame, frozen=True):
     """The rewards' display names, in order."""
 
     names: list[str]
 
 
-class RewardsRefused(Frame):
+class RewardsRefused(Frame, frozen=True):
     """Worker -> pool instead of RewardReady: the job's rewards can't be used as written; one sentence says why."""
 
     message: str
 
 
-class Score(Frame):
+class Score(Frame, frozen=True):
     """Reward number `reward` of one rollout. prompt: JSON (string or messages); columns: JSON object of the row's extras."""
 
     rollout_id: int
@@ -294,7 +294,7 @@ class Score(Frame):
     truncated: bool
 
 
-class Scored(Frame):
+class Scored(Frame, frozen=True):
     """A finite number, or why there is none (`error_kind` as in RewardError.kind). `text`: the decoded completion."""
 
     rollout_id: int
@@ -305,13 +305,13 @@ class Scored(Frame):
     text: str = ""
 
 
-class Decode(Frame):
+class Decode(Frame, frozen=True):
     """Token ids int32 -> text, special tokens left out."""
 
     tokens: list[bytes]
 
 
-class Decoded(Frame):
+class Decoded(Frame, frozen=True):
     """The texts, in order."""
 
     texts: list[str]

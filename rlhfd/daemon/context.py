@@ -11,7 +11,6 @@ from rlhfd.pipeline.context import Context
 from rlhfd.pipeline.prompts import Snapshot
 
 MASTER_BYTES = 4  # a publication is at most the start model in float32
-CPU_STREAMS, GPU_STREAMS = 32, 256  # requests at once, unless engine_args.max_num_seqs says otherwise
 
 
 def make_context(job: Job, config: JobConfig, devices: Mapping[Role, tuple[Device, ...]], house: House) -> Context:
@@ -20,8 +19,6 @@ def make_context(job: Job, config: JobConfig, devices: Mapping[Role, tuple[Devic
     job_dir = house.state.job(job.id)
     for name in ("checkpoints", "logs"):
         (job_dir / name).mkdir(parents=True, exist_ok=True)
-    on_gpu = any(device.kind == "gpu" for device in devices.get("generator", ()))
-    streams = config.generator.engine_args.get("max_num_seqs", GPU_STREAMS if on_gpu else CPU_STREAMS)
     return Context(
         job_id=job.id,
         attempt=job.attempt,
@@ -35,7 +32,7 @@ def make_context(job: Job, config: JobConfig, devices: Mapping[Role, tuple[Devic
         eos_token_ids=frozenset(model["eos_token_ids"]) | frozenset(config.rollout.stop_token_ids),
         canary=tuple(tuple(sequence) for sequence in job.facts["canary"]),
         max_model_len=config.model.max_model_len or model["max_model_len"],
-        max_streams=int(streams),
+        max_streams=config.generator.max_num_seqs,
         engine_module=house.settings.generator_module,
         devices=devices,
         job_dir=job_dir,

@@ -6,7 +6,6 @@ rlhfd.db  lock  ballast  backups/  files/<sha256>  prompts/<sha256>/  jobs/<id>/
 import fcntl
 import os
 import shutil
-from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -47,14 +46,24 @@ class StateDir:
             ) from None
         return cls(root=root, lock=lock)
 
-    def lay_ballast(self) -> None:
-        """Keep some room back, if there is plenty: on a full disk it is what a pause or a cancel is written into."""
+    def lay_ballast(self) -> bool:
+        """Keep some room back, in which a pause or a cancel is written on a full disk; False where there is too little.
+
+        That much again must be free to lay it.
+        """
         ballast, usage = self.root / "ballast", shutil.disk_usage(self.root)
         size = min(BALLAST, usage.total // 16)
-        if ballast.exists() or usage.free < 2 * size:
-            return
-        with suppress(OSError), ballast.open("xb") as file:
-            os.posix_fallocate(file.fileno(), 0, size)
+        if ballast.exists():
+            return True
+        if usage.free < 2 * size:
+            return False
+        try:
+            with ballast.open("xb") as file:
+                os.posix_fallocate(file.fileno(), 0, size)
+        except OSError:
+            ballast.unlink(missing_ok=True)
+            return False
+        return True
 
     def drop_ballast(self) -> bool:
         """Make its room free; False where there was none."""

@@ -5,6 +5,7 @@ job (plain data) + carried files ─► config ─► known key? ─► inspecti
 
 import asyncio
 import json
+import os
 import shutil
 import sys
 import uuid
@@ -15,6 +16,7 @@ from typing import Any
 
 from rlhfd.api.service import SubmitBody
 from rlhfd.config import JobConfig, parse_job, resolved, submit_key
+from rlhfd.core.estimate import steps_of
 from rlhfd.core.placement import place
 from rlhfd.core.types import Job, JobId
 from rlhfd.daemon.house import House
@@ -81,7 +83,7 @@ class Desk:
             facts = json.loads((out / "facts.json").read_text())
             kept = self.house.state.prompts(facts["prompts"]["sha256"])
             if not kept.exists():
-                await asyncio.to_thread(out.rename, kept)
+                await asyncio.to_thread(_keep, out, kept)
             return {**facts, "files": files}
         finally:
             shutil.rmtree(out, ignore_errors=True)
@@ -133,6 +135,16 @@ class Desk:
             await pool.close()
 
 
+def _keep(made: Path, kept: Path) -> None:
+    """Rename a finished snapshot into its place, durably: the job's row comes after it."""
+    made.rename(kept)
+    directory = os.open(kept.parent, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)
+
+
 def wants(config: JobConfig) -> dict[str, int | str]:
     """Role -> number of devices, or "share:<role>"."""
     return {"generator": config.resources.generator, "learner": config.resources.learner}
@@ -140,9 +152,5 @@ def wants(config: JobConfig) -> dict[str, int | str]:
 
 def with_steps(config: JobConfig, facts: dict[str, Any]) -> JobConfig:
     """`num_train_epochs` turned into steps, now that the number of prompts is known."""
-    if config.job.max_steps:
-        return config
-    rows = facts["prompts"]["rows"]
-    epochs = config.job.num_train_epochs or 1.0
-    steps = max(1, round(rows * epochs / config.rollout.groups_per_step))
+    steps = steps_of(config, facts["prompts"]["rows"])
     return config.model_copy(update={"job": config.job.model_copy(update={"max_steps": steps})})

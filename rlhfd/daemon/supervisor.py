@@ -70,13 +70,16 @@ class Supervisor:
         """Until cancelled: fill the devices, wait for news."""
         while True:
             self._wake.clear()
-            if not self._stopping:
-                await self._fill()
             try:
+                if not self._stopping:
+                    await self._fill()
                 async with asyncio.timeout(RECHECK):
                     await self._wake.wait()
+            except DiskFullError as error:
+                log.warning("the queue stands still: %s", error)
+                await asyncio.sleep(RECHECK)
             except TimeoutError:
-                self._house.state.lay_ballast()
+                continue
 
     async def drain(self) -> None:
         """The daemon goes: every run commits its partials and saves; its job stays `running`."""
@@ -120,14 +123,17 @@ class Supervisor:
         return held | self._borrowed
 
     async def _fill(self) -> None:
-        """Place what can be placed, in order: a job that waits for devices is not overtaken."""
+        """Place what can be placed, in order: a job that waits for devices is not overtaken. None on a full disk."""
         ahead: JobId | None = None
+        roomy = self._house.state.lay_ballast()
         for job in await jobs.queue(self._house.db, self._house.epoch):
             if job.id in self._running:
                 continue
             if job.idle_attempts >= self._house.settings.retries and job.state is JobState.RUNNING:
                 idle = f"{job.idle_attempts} attempts without an applied step; see rlhfd logs {job.id}"
                 await jobs.fail(self._house.db, job.id, idle)
+            elif not roomy:
+                await self._waits(job, f"waits for room: the disk that holds {self._house.state.root} is full")
             elif ahead is not None:
                 await self._waits(job, f"waits behind job {ahead}")
             elif not await self._placed(job):

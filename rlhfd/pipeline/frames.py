@@ -5,11 +5,14 @@ from array import array
 from collections.abc import Iterable, Sequence
 
 from rlhfd.core import wire
-from rlhfd.core.types import Group, RolloutId, Step, StepRollout
+from rlhfd.core.types import Group, RolloutId, Step, StepRollout, VersionStep
 from rlhfd.pipeline.context import Context
 from rlhfd.store import chunks, groups, progress
 
 assert sys.byteorder == "little", "token ids and log-probs are stored little-endian"  # noqa: S101
+
+
+LOST = VersionStep(-1)  # a label that no version has: its weights can't be made again
 
 
 def learner_settings(context: Context) -> wire.LearnerSettings:
@@ -80,7 +83,7 @@ def _members(
 async def labelled_frames(context: Context, versions: Iterable[int]) -> list[wire.GroupFrame]:
     """Every stored rollout with a token of one of these version steps, whatever became of it, for `LogProbs`."""
     ids = await progress.groups_labelled(context.db, context.job_id, list(versions))
-    data = await chunks.rollout_data(context.db, ids)
+    data = await chunks.rollout_data(context.db, ids, lost_as=LOST)
     frames: list[wire.GroupFrame] = []
     for group in await groups.groups(context.db, ids):
         prompt = tokens_bytes(context.snapshot.row(group.row).tokens)

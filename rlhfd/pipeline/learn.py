@@ -22,7 +22,7 @@ from rlhfd.core import crash, wire
 from rlhfd.core.ledger import reproduces
 from rlhfd.core.types import Checkpoint, RolloutId, Step, StepId, Version
 from rlhfd.engines.learner import LearnerClient
-from rlhfd.errors import LearnerFault, StateError
+from rlhfd.errors import BadCheckpointError, LearnerFault, StateError
 from rlhfd.pipeline.context import Context
 from rlhfd.pipeline.frames import group_frames, learner_settings, threads, tokens_bytes
 from rlhfd.pipeline.samples import Samples, describe
@@ -87,7 +87,7 @@ class Learner:
         for checkpoint in await checkpoints.newest_valid(context.db, context.job_id):
             try:
                 return await self._load_from(client, checkpoint)
-            except LearnerFault as fault:
+            except BadCheckpointError as fault:
                 await checkpoints.mark_bad(context.db, checkpoint.id, str(fault))
         return await self._load_from(client, None)
 

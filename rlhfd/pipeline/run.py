@@ -246,7 +246,10 @@ class JobRun:
             saved=stands.saved,
             learner=LearnerView(ready=crew.learner.ready, written=-1 if written is None else written.version.step),
             engine=EngineView(
-                open=crew.generator.open, version=stands.published, drained=crew.generator.in_flight == 0
+                open=crew.generator.open,
+                version=stands.published,
+                drained=crew.generator.in_flight == 0,
+                floor=stands.lost,
             ),
             busy=busy,
         )

@@ -22,7 +22,8 @@ _COLLECTED_TO = query("collected_to")
 class Progress:
     """Step numbers. `recorded`: the step to be learned next; `planned`: the newest recorded or applied one.
 
-    `saved`: of the newest valid checkpoint, 0 without one; `published`: newest version that an engine has run, or 0.
+    `saved`: of the newest valid checkpoint, 0 without one; `published`: newest version that an engine has run, or 0;
+    `lost`: newest version that a diverged replay could not make again, or 0.
     """
 
     applied: int
@@ -30,6 +31,7 @@ class Progress:
     planned: int
     saved: int
     published: int
+    lost: int
 
 
 async def progress(db: Database, job_id: JobId) -> Progress:
@@ -41,6 +43,7 @@ async def progress(db: Database, job_id: JobId) -> Progress:
         planned=row["planned"],
         saved=row["saved"],
         published=row["published"],
+        lost=row["lost"],
     )
 
 

@@ -283,7 +283,8 @@ SELECT
   (SELECT coalesce(max(n), 0) FROM step WHERE job_id = job.id AND state <> 'void') AS planned,
   (SELECT coalesce(max(v.step), 0) FROM checkpoint AS c JOIN policy_version AS v ON v.id = c.version_id
    WHERE c.job_id = job.id AND c.state = 'committed' AND v.state <> 'lost') AS saved,
-  (SELECT coalesce(max(step), 0) FROM policy_version WHERE job_id = job.id AND state = 'published') AS published
+  (SELECT coalesce(max(step), 0) FROM policy_version WHERE job_id = job.id AND state = 'published') AS published,
+  (SELECT coalesce(max(step), 0) FROM policy_version WHERE job_id = job.id AND state = 'lost') AS lost
 FROM job WHERE job.id = :job_id;
 
 -- name: step_facts

@@ -86,7 +86,7 @@ class _Tokens:
         difference = self.column("policy").double() - self.column("behave").double()
         fresh = difference[self.column("staleness") == 0]
         found = {
-            "logp_diff_all": _mean(difference.abs()),
+            "logp_diff_mean": _mean(difference.abs()),
             "kl": approximate_kl(difference),
             "ess": effective_share(difference),
             "entropy": _mean(self.column("entropy")),
@@ -94,7 +94,7 @@ class _Tokens:
             **extremes("staleness", self.column("staleness")),
         }
         if len(fresh):
-            found["logp_diff_mean"] = _mean(fresh.abs())
+            found["logp_diff_d0"] = _mean(fresh.abs())
         if "prox_error" in self._records[0].columns:
             found["prox_error"] = _mean(self.column("prox_error"))
         return found

@@ -121,7 +121,9 @@ class World:
         for ordinal in range(len(self.groups), len(self.groups) + count):
             rollouts = tuple(
                 Rollout(
-                    id=RolloutId(ordinal * self.generations + k), group_id=GroupId(ordinal), k=k,
+                    id=RolloutId(ordinal * self.generations + k),
+                    group_id=GroupId(ordinal),
+                    k=k,
                     state=RolloutState.PENDING,
                 )
                 for k in range(self.generations)
@@ -131,7 +133,11 @@ class World:
                 self.versions[rollout.id] = set()
             due = overlap.deadline(VersionStep(self.published), self.rules.pace.max_staleness)
             self.groups[ordinal] = Group(
-                id=GroupId(ordinal), ordinal=Ordinal(ordinal), row=0, deadline=due, state=GroupState.OPEN,
+                id=GroupId(ordinal),
+                ordinal=Ordinal(ordinal),
+                row=0,
+                deadline=due,
+                state=GroupState.OPEN,
                 rollouts=rollouts,
             )
 
@@ -204,7 +210,9 @@ class World:
         self.written, self.published, self.engine_open = self.applied, max(self.published, self.applied), True
 
 
-def rules(*, K: int, overcommit: int, together: bool, B: int = 3, order: str = "first_complete", steps: int = 9) -> Rules:  # noqa: N803
+def rules(
+    *, K: int, overcommit: int, together: bool, B: int = 3, order: str = "first_complete", steps: int = 9
+) -> Rules:  # noqa: N803
     pace = overlap.Pace(
         groups_per_step=B,
         max_staleness=K,
@@ -289,6 +297,18 @@ def test_a_save_that_is_due_comes_before_the_next_step():
 def test_an_engine_that_is_not_in_service_gets_neither_rollouts_nor_publications():
     world = World(rules(K=4, overcommit=2, together=True), Random(0))
     world.admit(3)
-    view = replace(world.view(), engine=EngineView(open=False, version=0, drained=True), busy=frozenset({("publish", 0)}))
+    view = replace(
+        world.view(), engine=EngineView(open=False, version=0, drained=True), busy=frozenset({("publish", 0)})
+    )
     assert plan(view) == []
     assert missing(view) == "0/3 groups complete, 6 rollouts in generation"
+
+
+def test_after_a_diverged_replay_nothing_is_sampled_below_the_newest_version_that_there_had_been():
+    world = World(rules(K=4, overcommit=2, together=True), Random(0))
+    world.admit(3)
+    view = replace(world.view(), engine=EngineView(open=True, version=2, drained=True, floor=3))
+    assert plan(view) == []
+    assert any(
+        isinstance(action, Admit | Generate) for action in plan(replace(view, engine=replace(view.engine, version=3)))
+    )

@@ -77,7 +77,8 @@ async def workshop(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Wo
     devices = [Device(id=f"cpu:{core}", kind="cpu", name="core", memory=0, cores=(core,)) for core in cores[:2]]
     async with await Database.open(root / "rlhfd.db") as db:
         epoch = await epochs.begin_epoch(db, pid=os.getpid(), boot_id=procfs.boot_id(), version="test")
-        job, _ = await jobs.submit(db, submit_key="k", name="q", spec=spec, facts=facts, max_steps=25)
+        submission = jobs.Submission(submit_key="k", name="q", spec=spec, spec_sha="s", facts=facts, max_steps=25)
+        job, _ = await jobs.submit(db, submission)
         for name in ("logs", "weights"):
             (root / name).mkdir()
         nursery = Nursery(db)

@@ -23,7 +23,7 @@ async def test_a_divergence_records_the_later_steps_again_over_the_same_groups(s
     again = await replay.void_from(story.db, story.id, 2, LATER, {"policy": "zz"})
     assert len(again) == 3
     assert (await progress.progress(story.db, story.id)) == progress.Progress(
-        applied=1, recorded=2, planned=4, saved=0, published=0
+        applied=1, recorded=2, planned=4, saved=0, published=0, lost=3
     )
     states = [group.state for group in await groups.groups(story.db, members)]
     assert states == [GroupState.CONSUMED, *[GroupState.RESERVED] * 3]

@@ -169,12 +169,12 @@ async def test_a_metric_that_is_no_number_becomes_null(story: Story):
 
 async def test_progress_tells_where_a_job_stands(story: Story):
     assert await progress.progress(story.db, story.id) == progress.Progress(
-        applied=0, recorded=None, planned=0, saved=0, published=0
+        applied=0, recorded=None, planned=0, saved=0, published=0, lost=0
     )
     version = await story.learned_step()
     await versions.publish(story.db, version.id)
     group = await story.ready_group(deadline=3, admitted=1)
     await story.record(group)
     assert await progress.progress(story.db, story.id) == progress.Progress(
-        applied=1, recorded=2, planned=2, saved=0, published=1
+        applied=1, recorded=2, planned=2, saved=0, published=1, lost=0
     )

@@ -261,8 +261,8 @@ def test_the_distance_to_the_behaviour_policy_is_measured_on_fresh_tokens_and_on
     found = learn(session, rollouts).metrics
     gaps = [(v, abs(a - b)) for r in rollouts for v, a, b in zip(r.versions, own[r.id], r.logps, strict=True)]
     fresh = [gap for v, gap in gaps if v == 2]
-    assert found["logp_diff_mean"] == pytest.approx(sum(fresh) / len(fresh), abs=1e-5)
-    assert found["logp_diff_all"] == pytest.approx(sum(gap for _, gap in gaps) / len(gaps), abs=1e-5)
+    assert found["logp_diff_d0"] == pytest.approx(sum(fresh) / len(fresh), abs=1e-5)
+    assert found["logp_diff_mean"] == pytest.approx(sum(gap for _, gap in gaps) / len(gaps), abs=1e-5)
     assert 0 < found["ess"] <= 1
     assert found["kl"] > 0
     assert (found["staleness_min"], found["staleness_max"]) == (0.0, 2.0)
@@ -271,7 +271,7 @@ def test_the_distance_to_the_behaviour_policy_is_measured_on_fresh_tokens_and_on
 def test_without_a_fresh_token_what_is_measured_on_them_is_absent(session):
     at_version(session, 2)
     stale = [replace(r, versions=[1] * len(r.tokens)) for r in make_rollouts(session.policy, version=2)]
-    assert not {"logp_diff_mean", "clip_fraction_d0"} & learn(session, stale).metrics.keys()
+    assert not {"logp_diff_d0", "clip_fraction_d0"} & learn(session, stale).metrics.keys()
 
 
 def test_entropy_is_the_policy_s_at_the_sampling_temperature(session, tiny_model):
