@@ -131,13 +131,15 @@ class JobRun:
         context = self._context
         first = await groups.next_ordinal(context.db, context.job_id)
         due = overlap.deadline(VersionStep(view.engine.version), self._rules.pace.max_staleness)
-        rows = [
-            (Ordinal(n), row_of(context.config.job.seed, n, context.snapshot.rows), due)
-            for n in range(first, first + count)
-        ]
+        rows = [(Ordinal(n), self._row(n), due) for n in range(first, first + count)]
         generations = context.config.rollout.num_generations
         await groups.admit(context.db, context.job_id, rows, generations, VersionStep(view.start_version))
         self._wake.set()
+
+    def _row(self, ordinal: int) -> int:
+        """Row of the snapshot that a group samples: a pure function of seed and ordinal, so resume needs no cursor."""
+        config, rows = self._context.config, self._context.snapshot.rows
+        return row_of(config.job.seed, ordinal, rows) if config.data.shuffle else ordinal % rows
 
     async def _record(self, ordinals: tuple[Ordinal, ...], view: View) -> None:
         """The step, its groups and every value in force: one transaction, before it is learned (the redo log)."""
