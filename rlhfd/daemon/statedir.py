@@ -115,4 +115,6 @@ class StateDir:
 
     @property
     def _tag(self) -> str:
-        return sha256(str(self.root.resolve()).encode()).hexdigest()[:8]
+        """Names what is ours in shared directories; another one made under the same path is another."""
+        identity = f"{self.root.resolve()} {os.fstat(self.lock.fileno()).st_ino}"
+        return sha256(identity.encode()).hexdigest()[:8]
