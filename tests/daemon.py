@@ -6,10 +6,12 @@ import os
 import select
 import signal
 import socket
+import sqlite3
 import subprocess
 import sys
 import time
 from collections.abc import Iterable, Mapping
+from contextlib import closing
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -220,6 +222,12 @@ class Daemon:
     def events(self, job_id: int, after: int = 0, wait: float = 0.0) -> list[dict[str, Any]]:
         """The job's events past `after`; waits up to so many seconds for the next."""
         return self.get(f"/v1/jobs/{job_id}/events?after={after}&wait={wait}", wait + 60.0)
+
+    def rows(self, sql: str, *values: object) -> list[sqlite3.Row]:
+        """What its database holds, read beside it."""
+        with closing(sqlite3.connect(f"file:{self.state_dir / 'rlhfd.db'}?mode=ro", uri=True)) as connection:
+            connection.row_factory = sqlite3.Row
+            return connection.execute(sql, values).fetchall()
 
     def wait_event(self, job_id: int, kind: str, seconds: float = 120.0, after: int = 0) -> dict[str, Any]:
         """The first event of a kind past `after`."""

@@ -1,9 +1,8 @@
 """What a user gets wrong, and what breaks around a job: one sentence, the exit status, and nothing else harmed."""
 
 import json
-import sqlite3
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from shutil import copytree
 
@@ -235,22 +234,10 @@ def test_an_engine_that_dies_in_mid_run_is_replaced_and_partial_rollouts_go_on(
     status = daemon.wait(job_id, {"done", "failed"})
     assert status["state"] == "done", status
     assert [e for e in daemon.events(job_id) if e["kind"] == "generator_lost"]
-    database = daemon.state_dir / "rlhfd.db"
-    trained = read(
-        database, "SELECT n_tokens, resumes FROM rollout JOIN grp ON grp.id = grp_id WHERE job_id = ?", job_id
-    )
+    trained = daemon.rows("SELECT n_tokens, resumes FROM rollout JOIN grp ON grp.id = grp_id WHERE job_id = ?", job_id)
     assert [row["n_tokens"] for row in trained] == [length] * k
     assert max(row["resumes"] for row in trained) >= 1
-    assert_nothing_lost(database, [])
-
-
-def read(database: Path, sql: str, *values: object) -> list[Mapping]:
-    connection = sqlite3.connect(f"file:{database}?mode=ro", uri=True)
-    connection.row_factory = sqlite3.Row
-    try:
-        return connection.execute(sql, values).fetchall()
-    finally:
-        connection.close()
+    assert_nothing_lost(daemon.state_dir / "rlhfd.db", [])
 
 
 # --- ids, verbs, sockets, locks ------------------------------------------------------------------------------------
