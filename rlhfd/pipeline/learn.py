@@ -22,11 +22,11 @@ from rlhfd.core import crash, wire
 from rlhfd.core.ledger import reproduces
 from rlhfd.core.types import Checkpoint, RolloutId, Step, StepId, Version
 from rlhfd.engines.learner import LearnerClient
-from rlhfd.errors import BadCheckpointError, LearnerFault, StateError
+from rlhfd.errors import BadCheckpointError, EngineDiedError, LearnerFault, StateError
 from rlhfd.pipeline.context import Context
 from rlhfd.pipeline.frames import group_frames, learner_settings, threads, tokens_bytes
 from rlhfd.pipeline.samples import Samples, describe
-from rlhfd.store import checkpoints, replay, steps, versions
+from rlhfd.store import checkpoints, metrics, progress, replay, steps, versions
 
 PROBE_SEED = 20_231
 Times: TypeAlias = Callable[[], dict[str, float]]
@@ -34,7 +34,10 @@ Times: TypeAlias = Callable[[], dict[str, float]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Publication:
-    """Weights on disk for the generator. canary: float32 [len - 1] per sequence, as the learner computes them."""
+    """Weights on disk for the generator. canary: float32 [len - 1] per sequence, as the learner computes them.
+
+    changed: share of the weights that differ from the publication before; 0.0 where this process has written none.
+    """
 
     version: Version
     dir: Path
@@ -49,6 +52,7 @@ class Learner:
     def __init__(self, context: Context) -> None:
         self._context = context
         self._client: LearnerClient | None = None
+        self._lives = 0
         self._turn = asyncio.Lock()  # one call at a time: learn, publish, probe, checkpoint
         self.ready = False
         self.doing = ""
@@ -61,14 +65,15 @@ class Learner:
         """Load the newest checkpoint that verifies, replay the steps after it, write the publication of the result."""
         async with self._turn:
             self._client, self.ready = client, False
+            self._lives += 1
             base = await self._load(client)
             await self._replay(client, base)
-            await self._write()
+            await self._write(first=True)
             self.ready = True
 
-    def heard(self, progress: wire.Progress) -> None:
+    def heard(self, frame: wire.Progress) -> None:
         """A heartbeat of the call under way."""
-        self.doing = f"{progress.phase} {progress.done}/{progress.total}"
+        self.doing = f"{frame.phase} {frame.done}/{frame.total}"
         crash.here("learn.progress")
 
     def lost(self) -> None:
@@ -77,18 +82,27 @@ class Learner:
 
     @property
     def client(self) -> LearnerClient:
-        """The live process. Raises LearnerFault when there is none."""
+        """The live process. Raises EngineDiedError when there is none: its keeper will bring up another."""
         if self._client is None:
-            raise LearnerFault("the learner is not running")
+            raise EngineDiedError("the learner is not running")
         return self._client
 
     async def _load(self, client: LearnerClient) -> int:
+        """The step loaded. Raises StateError where rollouts of the steps after it are gone: they can't be replayed."""
         context = self._context
+        gone = await progress.collected_to(context.db, context.job_id)
         for checkpoint in await checkpoints.newest_valid(context.db, context.job_id):
+            if checkpoint.step < gone:
+                break
             try:
                 return await self._load_from(client, checkpoint)
             except BadCheckpointError as fault:
                 await checkpoints.mark_bad(context.db, checkpoint.id, str(fault))
+        if gone:
+            raise StateError(
+                f"no checkpoint of job {context.job_id} verifies from step {gone} on, and the rollouts up to there are "
+                "deleted, so nothing can be replayed; restore the state directory, or submit the job again"
+            )
         return await self._load_from(client, None)
 
     async def _load_from(self, client: LearnerClient, checkpoint: Checkpoint | None) -> int:
@@ -119,29 +133,36 @@ class Learner:
         self.version = await versions.latest_trained(context.db, context.job_id)
 
     async def _diverged(self, step: Step, learned: wire.Learned) -> None:
-        """What was learned just now stands, under a new version id; the steps after it wait in the log again."""
+        """What was learned just now stands, under a new version id; the steps after it wait in the log again.
+
+        The row of metrics is the old one, but for what the learner measured.
+        """
         context = self._context
+        self.written = None  # of a version that is lost now
+        before = await metrics.metrics(context.db, context.job_id, step.n - 1)
+        row = before[0]
         detail = {"recorded": step.fingerprint, "replayed": msgspec.to_builtins(learned.fingerprint)}
         again = await replay.void_from(context.db, context.job_id, step.n, self.numerics, detail)
-        await self._apply(again[0], learned, {"time": learned.times}, {})
+        times = {**row.get("time", {}), **learned.times}
+        await self._apply(again[0], learned, {**row, **learned.metrics, "time": times}, {})
 
     async def learn(
         self,
         step: Step,
-        metrics: Mapping[str, object],
+        row: Mapping[str, object],
         times: Callable[[], dict[str, float]],
         shown: Sequence[RolloutId],
     ) -> None:
         """Learn a recorded step, apply it, write its publication.
 
-        `metrics`: the daemon's share of the row; `times`: its seconds, read when the step is learned; `shown`: the
+        `row`: the daemon's share of the row; `times`: its seconds, read when the step is learned; `shown`: the
         rollouts whose tokens become samples.
         """
         async with self._turn:
             learned = await self._call(self.client, step, trace=[*shown])
             crash.here("learn.answered")
             samples = await describe(self._context, step, learned.traces)
-            await self._apply(step.id, learned, {**metrics, "time": {**times(), **learned.times}}, samples)
+            await self._apply(step.id, learned, {**row, "time": {**times(), **learned.times}}, samples)
             crash.here("learn.applied")
             if step.n < self._context.max_steps:
                 await self._write()
@@ -153,32 +174,33 @@ class Learner:
         call = wire.Learn(step=step.n, version_in=step.n - 1, groups=len(frames), settings=settings, trace=trace)
         return await client.learn(call, frames)
 
-    async def _apply(
-        self, step_id: StepId, learned: wire.Learned, metrics: Mapping[str, object], samples: Samples
-    ) -> None:
+    async def _apply(self, step_id: StepId, learned: wire.Learned, row: Mapping[str, object], samples: Samples) -> None:
         """One transaction: step applied, fingerprint, new version, groups consumed, samples."""
         self.version = await steps.apply_step(
             self._context.db,
             step_id,
             fingerprint=msgspec.to_builtins(learned.fingerprint),
-            metrics={**learned.metrics, **metrics},
+            metrics={**learned.metrics, **row},
             samples=samples,
         )
 
-    async def _write(self) -> None:
-        """Write the publication of the version in memory; earlier ones that no engine needs any more are removed."""
+    async def _write(self, *, first: bool = False) -> None:
+        """Write the publication of the version in memory; earlier ones that no engine needs any more are removed.
+
+        The `first` of a process has none before it to differ from: all that it says of a change is unknown.
+        """
         version, context = self.version, self._context
         if version is None:
             raise StateError(f"job {context.job_id} has no policy version")
         started = asyncio.get_running_loop().time()
-        target = context.weights_dir / f"v{version.id}"
+        target = context.weights_dir / f"v{version.id}.{self._lives}"  # an engine may be loading a dead process's
         published = await self._publish(target, None)
         old, self.written = (
             self.written,
             Publication(
                 version=version,
                 dir=target,
-                changed=published.changed,
+                changed=0.0 if first else published.changed,
                 canary=tuple(published.canary),
                 seconds=asyncio.get_running_loop().time() - started,
             ),
@@ -207,13 +229,18 @@ class Learner:
         """Checkpoint by the protocol: files durable first, then the row; then what retention no longer covers goes."""
         async with self._turn:
             context, version = self._context, self.version
+            client = self.client
             if version is None:
                 raise LearnerFault("the learner has loaded nothing to save")
+            kept = await checkpoints.newest_valid(context.db, context.job_id)
+            if any(checkpoint.version_id == version.id for checkpoint in kept):
+                return
+            await prune(context)  # a damaged or unfinished one may still have the directory
             target = context.job_dir / "checkpoints" / str(version.id)
             row = await checkpoints.begin(context.db, context.job_id, version.id, str(target))
             crash.here("save.begun")
             call = wire.Checkpoint(dir=str(target), version_id=version.id, epoch=context.epoch)
-            saved = await self.client.checkpoint(call)
+            saved = await client.checkpoint(call)
             crash.here("save.durable")
             await checkpoints.commit(context.db, row.id, saved.manifest_sha, saved.nbytes)
             crash.here("save.committed")
