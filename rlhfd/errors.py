@@ -123,7 +123,7 @@ class EngineRequestError(EngineError):
     retryable = False
 
 
-class LearnerFault(RlhfdError):
+class LearnerFault(RlhfdError):  # noqa: N818  the wire's word for it
     """The learner answered with a fault instead of a result; `trace` is the child's traceback, if any."""
 
     def __init__(self, message: str, *, rollout_ids: Sequence[int] = (), trace: str = "") -> None:

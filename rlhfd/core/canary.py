@@ -23,7 +23,7 @@ class Distance:
 
 
 def distance(a: Sequence[bytes], b: Sequence[bytes]) -> Distance:
-    """Compare two canaries, float32 [len - 1] per sequence. Raises ValueError where their shapes differ or nothing is in them."""
+    """Compare two canaries, float32 [len - 1] per sequence. Raises ValueError on other shapes, and on none at all."""
     gaps: list[float] = []
     for left, right in zip(a, b, strict=True):
         gaps += [abs(x - y) for x, y in zip(_floats(left), _floats(right), strict=True)]

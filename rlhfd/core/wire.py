@@ -23,7 +23,7 @@ class Frame(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Hello(Frame, frozen=True):
-    """Child -> daemon, first frame. `epoch` echoes the one it was started under; `started` is its start time in ticks."""
+    """Child -> daemon, first frame. `epoch`: the one it was started under; `started`: its start time in ticks."""
 
     protocol: int
     epoch: int
@@ -90,7 +90,7 @@ class Load(Frame, frozen=True):
 
 
 class Loaded(Frame, frozen=True):
-    """`step`: the version now in memory. `numerics`: the redo log's key (versions, CPU flags, attention, optimiser …)."""
+    """`step`: the version now in memory. `numerics`: the redo log's key (versions, CPU flags, attention …)."""
 
     step: int
     parameters: int
@@ -151,7 +151,7 @@ class GroupFrame(Frame, frozen=True):
 
 
 class Learn(Frame, frozen=True):
-    """Step `step` from version `version_in`; `groups` GroupFrames follow. `trace`: rollouts whose tokens to report."""
+    """Step `step` from `version_in`; `groups` GroupFrames follow. `trace`: rollouts whose tokens to report."""
 
     step: int
     version_in: int
@@ -161,7 +161,7 @@ class Learn(Frame, frozen=True):
 
 
 class Fingerprint(Frame, frozen=True):
-    """What a replay must reproduce: per optimiser step loss, norm, skipped; checksums (hex) over all bits after the step."""
+    """What a replay must reproduce: per optimiser step loss, norm, skipped; checksums (hex) over all bits after it."""
 
     losses: list[float]
     grad_norms: list[float]
@@ -197,7 +197,7 @@ class Learned(Frame, frozen=True):
 
 
 class Publish(Frame, frozen=True):
-    """Write what the generator shall load into `dir` (a Hugging Face directory: safetensors in `dtype`, config, no tokenizer).
+    """Write what the generator shall load into `dir`: safetensors in `dtype` and config, no tokenizer.
 
     `noise_seed`: not None makes a *probe*: every tensor moved by 5 % of its own spread. `canary`: token sequences
     whose log-probs (fp32 compute on the published, rounded tensors; no temperature) come back in `Published.canary`,
@@ -210,7 +210,7 @@ class Publish(Frame, frozen=True):
 
 
 class Published(Frame, frozen=True):
-    """`changed`: share of published (rounded) elements that differ from the last *non-probe* publication; 1.0 for a first one."""
+    """`changed`: share of published (rounded) elements that differ from the last real publication; 1.0 for a first."""
 
     step: int
     changed: float
@@ -219,7 +219,7 @@ class Published(Frame, frozen=True):
 
 
 class Checkpoint(Frame, frozen=True):
-    """Write a checkpoint by the protocol of durability.md to `dir` (temporary name, fsyncs, rename are the learner's)."""
+    """Write a checkpoint to `dir`, durably: temporary name, fsyncs and rename are the learner's."""
 
     dir: str
     version_id: int
@@ -234,7 +234,7 @@ class Checkpointed(Frame, frozen=True):
 
 
 class LogProbs(Frame, frozen=True):
-    """Log-probs of stored tokens under the published (rounded) tensors of the weights in memory; `groups` GroupFrames follow."""
+    """Log-probs of stored tokens under the published (rounded) weights in memory; `groups` GroupFrames follow."""
 
     groups: int
     temperature: float
@@ -284,7 +284,7 @@ class RewardsRefused(Frame, frozen=True):
 
 
 class Score(Frame, frozen=True):
-    """Reward number `reward` of one rollout. prompt: JSON (string or messages); columns: JSON object of the row's extras."""
+    """Reward number `reward` of one rollout. prompt: JSON (string or messages); columns: JSON of the row's extras."""
 
     rollout_id: int
     reward: int

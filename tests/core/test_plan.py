@@ -97,20 +97,23 @@ class World:
                 self.admit(count)
             case Record(ordinals):
                 self.record(ordinals)
-            case Generate():
-                if not self.engine_open:  # a publication began in the same breath
-                    return
+            case Hold():
+                self.holds += 1
+                self.pause()
+            case _:
+                self.begin(action)
+
+    def begin(self, action) -> None:
+        """An effect that takes its time."""
+        match action:
+            case Generate() if self.engine_open:  # else a publication began in the same breath
                 self.streams.add(action.rollout.id)
                 self.later(self.random.expovariate(1.0), action.key, lambda: self.stretch(action))
             case Score():
                 self.later(self.random.expovariate(4.0), action.key, lambda: self.score(action))
-            case Hold():
-                self.holds += 1
-                self.pause()
             case Publish():
                 self.pause()
-                step = action.step
-                self.later(self.random.random(), action.key, lambda: self.publish(step))
+                self.later(self.random.random(), action.key, lambda: self.publish(action.step))
             case Learn():
                 self.learned_while_open += self.engine_open
                 self.later(self.random.expovariate(0.5), action.key, self.learn)
@@ -210,14 +213,12 @@ class World:
         self.written, self.published, self.engine_open = self.applied, max(self.published, self.applied), True
 
 
-def rules(
-    *, K: int, overcommit: int, together: bool, B: int = 3, order: str = "first_complete", steps: int = 9
-) -> Rules:  # noqa: N803
+def rules(*, staleness: int, overcommit: int, together: bool, order: str = "first_complete") -> Rules:
     pace = overlap.Pace(
-        groups_per_step=B,
-        max_staleness=K,
-        overcommit=overlap.cut_overcommit(overcommit, B, K),
-        max_steps=steps,
+        groups_per_step=3,
+        max_staleness=staleness,
+        overcommit=overlap.cut_overcommit(overcommit, 3, staleness),
+        max_steps=9,
         batch_order=order,
     )
     return Rules(pace=pace, together=together, save_steps=4, max_streams=5)
@@ -237,7 +238,7 @@ MODES = [
 @pytest.mark.parametrize(("staleness", "overcommit", "together"), MODES)
 def test_every_schedule_ends_with_every_group_used_once_and_none_too_stale(staleness, overcommit, together, order):
     for seed in range(60):
-        world = World(rules(K=staleness, overcommit=overcommit, together=together, order=order), Random(seed))
+        world = World(rules(staleness=staleness, overcommit=overcommit, together=together, order=order), Random(seed))
         world.run()
         assert world.applied == world.saved == world.rules.pace.max_steps
         assert sorted(world.consumed + world.dropped) == list(range(len(world.groups)))
@@ -248,7 +249,7 @@ def test_every_schedule_ends_with_every_group_used_once_and_none_too_stale(stale
 def test_a_crash_at_any_moment_changes_none_of_that(staleness, overcommit, together):
     for seed in range(40):
         random = Random(seed)
-        world = World(rules(K=staleness, overcommit=overcommit, together=together), random)
+        world = World(rules(staleness=staleness, overcommit=overcommit, together=together), random)
         for _ in range(4):
             try:
                 world.run(limit=random.randint(1, 80))
@@ -264,14 +265,14 @@ def test_a_crash_at_any_moment_changes_none_of_that(staleness, overcommit, toget
 
 
 def test_where_roles_take_turns_nothing_is_generated_while_the_learner_works():
-    world = World(rules(K=1, overcommit=3, together=False), Random(3))
+    world = World(rules(staleness=1, overcommit=3, together=False), Random(3))
     world.run()
     assert world.learned_while_open == 0
     assert world.holds >= world.rules.pace.max_steps
 
 
 def test_with_overlap_the_learner_works_while_the_gate_is_open():
-    world = World(rules(K=4, overcommit=2, together=True), Random(3))
+    world = World(rules(staleness=4, overcommit=2, together=True), Random(3))
     world.run()
     assert world.holds == 0
     assert world.learned_while_open > 0
@@ -279,7 +280,7 @@ def test_with_overlap_the_learner_works_while_the_gate_is_open():
 
 def test_a_save_that_is_due_comes_before_the_next_step():
     view = View(
-        rules=rules(K=4, overcommit=2, together=True),
+        rules=rules(staleness=4, overcommit=2, together=True),
         groups=(),
         applied=4,
         recorded=5,
@@ -295,7 +296,7 @@ def test_a_save_that_is_due_comes_before_the_next_step():
 
 
 def test_an_engine_that_is_not_in_service_gets_neither_rollouts_nor_publications():
-    world = World(rules(K=4, overcommit=2, together=True), Random(0))
+    world = World(rules(staleness=4, overcommit=2, together=True), Random(0))
     world.admit(3)
     view = replace(
         world.view(), engine=EngineView(open=False, version=0, drained=True), busy=frozenset({("publish", 0)})
@@ -305,7 +306,7 @@ def test_an_engine_that_is_not_in_service_gets_neither_rollouts_nor_publications
 
 
 def test_after_a_diverged_replay_nothing_is_sampled_below_the_newest_version_that_there_had_been():
-    world = World(rules(K=4, overcommit=2, together=True), Random(0))
+    world = World(rules(staleness=4, overcommit=2, together=True), Random(0))
     world.admit(3)
     view = replace(world.view(), engine=EngineView(open=True, version=2, drained=True, floor=3))
     assert plan(view) == []

@@ -9,7 +9,6 @@ import os
 import select
 import signal
 import sqlite3
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -86,7 +85,7 @@ class Killed:
 
 
 @pytest.fixture(scope="module")
-def story(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator[dict]:
+def story(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> dict:
     """The whole life of the job, once for all the tests of this file."""
     directory = tmp_path_factory.mktemp("kill")
     job = write_job(
@@ -118,7 +117,7 @@ def story(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterato
         samples = json.loads(daemon.cli("samples", str(job_id), "-n", "1000", "--json").stdout)
         audit = json.loads(daemon.cli("audit", str(job_id), "--json").stdout)
         events = daemon.events(job_id)
-    yield {
+    return {
         "job": job_id,
         "database": database,
         "deaths": deaths,
