@@ -14,7 +14,7 @@ MASTER_BYTES = 4  # a publication is at most the start model in float32
 
 
 def make_context(job: Job, config: JobConfig, devices: Mapping[Role, tuple[Device, ...]], house: House) -> Context:
-    """Directories made, snapshot opened; nothing started."""
+    """Job directories made, snapshot opened (its user closes it); who needs run_dir and weights_dir makes them."""
     model, prompts = job.facts["model"], job.facts["prompts"]
     job_dir = house.state.job(job.id)
     for name in ("checkpoints", "logs"):

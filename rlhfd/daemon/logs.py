@@ -18,9 +18,9 @@ def read_log(directory: Path, worker: str, offset: int) -> dict[str, Any]:
 
     Raises UsageError for a role that has none.
     """
-    wanted = sorted(directory.glob(f"{worker}.*.log"), key=lambda path: path.stat().st_mtime)
     if worker not in roles(directory):
         raise UsageError(f"there is no log of {worker!r}; there are: {', '.join(roles(directory)) or 'none'}")
+    wanted = sorted(directory.glob(f"{worker}.*.log"), key=lambda path: path.stat().st_mtime)
     with wanted[-1].open("rb") as log:
         size = log.seek(0, 2)
         start = max(0, size + offset) if offset < 0 else min(offset, size)

@@ -99,31 +99,32 @@ async def _epoch(settings: Settings, state: StateDir, db: Database, socket: Path
     )
     supervisor = Supervisor(house)
     service = DaemonService(house=house, desk=Desk(house=house), supervisor=supervisor)
-    async with serve_api(create_app(service), socket) as api:
-        notify("READY=1", f"STATUS=epoch {epoch}, {len(devices())} devices")
-        log.info("ready", extra={"fields": {"epoch": epoch, "socket": str(socket), "pid": os.getpid()}})
-        await _until_signalled(db, supervisor, api)
-        notify("STOPPING=1")
-        await supervisor.drain()
-    await nursery.close()
-    await epochs.mark_clean_exit(db)
+    watchdog = asyncio.create_task(_watchdog(db), name="watchdog")  # also of the drain
+    try:
+        async with serve_api(create_app(service), socket) as api:
+            notify("READY=1", f"STATUS=epoch {epoch}, {len(devices())} devices")
+            log.info("ready", extra={"fields": {"epoch": epoch, "socket": str(socket), "pid": os.getpid()}})
+            await _until_signalled(supervisor, watchdog, api)
+            notify("STOPPING=1")
+            await supervisor.drain()
+        await nursery.close()
+        await epochs.mark_clean_exit(db)
+    finally:
+        watchdog.cancel()
 
 
-async def _until_signalled(db: Database, supervisor: Supervisor, api: "asyncio.Task[None]") -> None:
+async def _until_signalled(supervisor: Supervisor, *others: "asyncio.Task[None]") -> None:
     """Run the jobs until a signal; a supervisor, API or watchdog that ends by itself is a fault."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    tasks = {
-        asyncio.create_task(supervisor.run(), name="supervisor"),
-        asyncio.create_task(_watchdog(db), name="watchdog"),
-    }
+    running = asyncio.create_task(supervisor.run(), name="supervisor")
     signalled = asyncio.create_task(stop.wait())
-    done, _ = await asyncio.wait({*tasks, signalled, api}, return_when=asyncio.FIRST_COMPLETED)
-    for task in (*tasks, signalled):
+    done, _ = await asyncio.wait({running, signalled, *others}, return_when=asyncio.FIRST_COMPLETED)
+    for task in (running, signalled):
         task.cancel()
-    await asyncio.wait({*tasks, signalled})
+    await asyncio.wait({running, signalled})
     for task in done - {signalled}:
         task.result()
         raise StorageError(f"the daemon's {task.get_name()} ended by itself")

@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import AsyncGenerator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from dataclasses import dataclass
 
 from rlhfd.config import parse_job
@@ -35,22 +35,26 @@ async def replica(
     devices = supervisor.borrow(1, f"{task} of job {job.id}")
     try:
         context = make_context(job, parse_job(job.spec), {"learner": devices}, house)
-        child = await house.nursery.spawn(_spec(context, task))
-        try:
-            client = await LearnerClient.connect(child, house.epoch, house.settings.deadlines)
-            loaded = await client.load(
-                wire.Load(
-                    model_dir=str(context.model_dir),
-                    checkpoint_dir=None if checkpoint is None else checkpoint.dir,
-                    settings=learner_settings(context),
-                    threads=threads(context),
-                )
-            )
-            yield Replica(context=context, client=client, step=loaded.step, numerics=loaded.numerics)
-        finally:
-            await child.terminate(grace=5.0)
+        with closing(context.snapshot):
+            child = await house.nursery.spawn(_spec(context, task))
+            try:
+                client = await LearnerClient.connect(child, house.epoch, house.settings.deadlines)
+                loaded = await client.load(_load(context, checkpoint))
+                yield Replica(context=context, client=client, step=loaded.step, numerics=loaded.numerics)
+            finally:
+                await child.terminate(grace=5.0)
+                child.close_channel()
     finally:
         supervisor.give_back(devices)
+
+
+def _load(context: Context, checkpoint: Checkpoint | None) -> wire.Load:
+    return wire.Load(
+        model_dir=str(context.model_dir),
+        checkpoint_dir=None if checkpoint is None else checkpoint.dir,
+        settings=learner_settings(context),
+        threads=threads(context),
+    )
 
 
 def _spec(context: Context, task: str) -> ChildSpec:

@@ -18,7 +18,7 @@ from rlhfd.daemon.export import exported
 from rlhfd.daemon.house import House
 from rlhfd.daemon.logs import read_log, roles
 from rlhfd.daemon.submit import Desk
-from rlhfd.daemon.supervisor import Supervisor
+from rlhfd.daemon.supervisor import ACTIVE, BY_OWNER, BY_OWNER_CANCELLED, Supervisor
 from rlhfd.errors import UsageError
 from rlhfd.pipeline.run import Stop
 from rlhfd.store import events, jobs, metrics
@@ -62,10 +62,10 @@ class DaemonService:
         match verb:
             case "pause":
                 if not await self._stopped(job, Stop.PAUSE):
-                    await jobs.pause(self.house.db, job_id, "paused by its owner")
+                    await jobs.pause(self.house.db, job_id, BY_OWNER)
             case "cancel":
                 if not await self._stopped(job, Stop.CANCEL):
-                    await jobs.cancel(self.house.db, job_id, "cancelled by its owner")
+                    await jobs.cancel(self.house.db, job_id, BY_OWNER_CANCELLED)
             case "resume" | "retry":
                 _refuse_unless(job, verb)
                 await jobs.requeue(self.house.db, job_id)
@@ -73,11 +73,17 @@ class DaemonService:
         return await self.job(job_id)
 
     async def _stopped(self, job: Job, stop: Stop) -> bool:
-        """Through its run where it has one: acknowledged tokens are committed first."""
-        if job.state is not JobState.RUNNING:
+        """Through its run where it has one: acknowledged tokens are committed first. False: the move is still to make.
+
+        From the first write on nobody claims the job any more, and a daemon that dies before the last keeps the
+        promise at its next start.
+        """
+        if job.state not in ACTIVE:
             return False
         await jobs.set_desired(self.house.db, job.id, Desired(stop.value))
-        return await self.supervisor.stop(job.id, stop)
+        await self.supervisor.stop(job.id, stop)
+        open_states = ACTIVE if stop is Stop.PAUSE else ACTIVE | {JobState.PAUSED}
+        return (await jobs.job(self.house.db, job.id)).state not in open_states
 
     async def metrics(self, job_id: JobId, after: int) -> list[Object]:
         """The applied steps past `after`, in order."""

@@ -11,6 +11,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Self, TextIO
 
+from rlhfd.api.transfer import remove_partial_uploads
 from rlhfd.core.types import Epoch, JobId
 from rlhfd.errors import AlreadyRunningError, StorageError
 
@@ -91,30 +92,37 @@ class StateDir:
         return self.root / "jobs" / str(job_id)
 
     def run(self, job_id: JobId) -> Path:
-        """Sockets of one job's engines, mode 0700: an engine with its development endpoints open listens there."""
+        """Where sockets of one job's engines go: private, for an engine's development endpoints are open there."""
         wanted = self.root / "run" / str(job_id)
-        if len(str(wanted)) > 80:  # sun_path is 107 bytes long
-            wanted = Path(os.environ.get("XDG_RUNTIME_DIR", "/tmp")) / f"rlhfd-{self._tag}-{job_id}"  # noqa: S108
-        wanted.mkdir(mode=0o700, parents=True, exist_ok=True)
-        wanted.chmod(0o700)
+        if len(os.fsencode(wanted)) > 80:  # sun_path is 107 bytes long
+            return _elsewhere() / f"rlhfd-{self._tag}-{job_id}"
         return wanted
 
     def weights(self, job_id: JobId, epoch: Epoch, needed: int) -> Path:
         """Where publications go: RAM where three fit, else the state directory."""
         roomy = SHM.is_dir() and shutil.disk_usage(SHM).free > 3 * needed
-        base = SHM / f"rlhfd-{self._tag}-{epoch}-{job_id}" if roomy else self.job(job_id) / "weights"
-        base.mkdir(mode=0o700, parents=True, exist_ok=True)
-        return base
+        return SHM / f"rlhfd-{self._tag}-{epoch}-{job_id}" if roomy else self.job(job_id) / "weights"
 
     def clear_leftovers(self) -> None:
-        """Remove what other epochs left in RAM, sockets and half-made snapshots; call it with the lock held."""
-        for path in (*SHM.glob(f"rlhfd-{self._tag}-*"), *(self.root / "tmp").iterdir(), *(self.root / "run").iterdir()):
+        """Remove what other epochs left in RAM, sockets, half-made snapshots and uploads; only with the lock held."""
+        ours = f"rlhfd-{self._tag}-*"
+        inside = (child for name in ("tmp", "run") for child in (self.root / name).iterdir())
+        for path in (*SHM.glob(ours), *_elsewhere().glob(ours), *inside, *(self.root / "jobs").glob("*/weights")):
             shutil.rmtree(path, ignore_errors=True)
-        for path in (self.root / "jobs").glob("*/weights"):
-            shutil.rmtree(path, ignore_errors=True)
+        remove_partial_uploads(self.root / "files")
 
     @property
     def _tag(self) -> str:
         """Names what is ours in shared directories; another one made under the same path is another."""
         identity = f"{self.root.resolve()} {os.fstat(self.lock.fileno()).st_ino}"
         return sha256(identity.encode()).hexdigest()[:8]
+
+
+def make_private(directory: Path) -> None:
+    """Make it, for our own user alone."""
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    directory.chmod(0o700)
+
+
+def _elsewhere() -> Path:
+    return Path(os.environ.get("XDG_RUNTIME_DIR", "/tmp"))  # noqa: S108

@@ -82,8 +82,7 @@ class Desk:
             await self._run_inspection(request, out)
             facts = json.loads((out / "facts.json").read_text())
             kept = self.house.state.prompts(facts["prompts"]["sha256"])
-            if not kept.exists():
-                await asyncio.to_thread(_keep, out, kept)
+            await asyncio.to_thread(_keep, out, kept)
             return {**facts, "files": files}
         finally:
             shutil.rmtree(out, ignore_errors=True)
@@ -136,8 +135,12 @@ class Desk:
 
 
 def _keep(made: Path, kept: Path) -> None:
-    """Rename a finished snapshot into its place, durably: the job's row comes after it."""
-    made.rename(kept)
+    """Rename a finished snapshot into its place, durably: the job's row comes after it. The same one may be there."""
+    try:
+        made.rename(kept)
+    except OSError:
+        if not kept.exists():  # else another submission of the same data was faster
+            raise
     directory = os.open(kept.parent, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(directory)

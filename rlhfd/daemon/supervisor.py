@@ -13,15 +13,19 @@ import errno
 import logging
 import shutil
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass
+from typing import Literal
 
 from rlhfd.config import parse_job
 from rlhfd.core.placement import Device, Lease, Wait, place
 from rlhfd.core.types import Desired, Job, JobId, JobState
 from rlhfd.daemon.context import make_context
 from rlhfd.daemon.house import House
+from rlhfd.daemon.statedir import make_private
 from rlhfd.daemon.submit import wants
 from rlhfd.errors import DiskFullError, JobFileError, RlhfdError, UsageError
+from rlhfd.pipeline.context import Context
 from rlhfd.pipeline.rewards import RewardPlace, reward_pool
 from rlhfd.pipeline.run import JobRun, Stop
 from rlhfd.store import jobs
@@ -29,7 +33,17 @@ from rlhfd.store import jobs
 RECHECK = 15.0
 NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT})
 BY_OWNER = "paused by its owner"
+BY_OWNER_CANCELLED = "cancelled by its owner"
+ACTIVE = frozenset({JobState.QUEUED, JobState.RUNNING})
 log = logging.getLogger("rlhfd.jobs")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ending:
+    """How an attempt ended: the move of its job, None where the job stays `running` for the next epoch."""
+
+    move: Literal["finish", "pause", "cancel", "fail"] | None
+    reason: str = ""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -51,6 +65,7 @@ class Supervisor:
         self._borrowed: dict[str, str] = {}
         self._wake = asyncio.Event()
         self._stopping = False
+        self._fault: BaseException | None = None  # of an attempt that could not even be settled
 
     def poke(self) -> None:
         """Look at the queue again."""
@@ -67,9 +82,12 @@ class Supervisor:
         return [] if running is None else list(running.lease.ids)
 
     async def run(self) -> None:
-        """Until cancelled: fill the devices, wait for news."""
+        """Until cancelled: fill the devices, wait for news. Raises what kept an attempt from being settled."""
+        await self._keep_promises()
         while True:
             self._wake.clear()
+            if self._fault is not None:
+                raise self._fault
             try:
                 if not self._stopping:
                     await self._fill()
@@ -80,6 +98,12 @@ class Supervisor:
                 await asyncio.sleep(RECHECK)
             except TimeoutError:
                 continue
+
+    async def _keep_promises(self) -> None:
+        """A pause or cancel that was asked for, and that the end of the daemon cut short, is done now."""
+        for job in await jobs.jobs(self._house.db):
+            if job.state in ACTIVE and job.desired is not Desired.RUN:
+                await self._settle(job.id, _wished(job.desired))
 
     async def drain(self) -> None:
         """The daemon goes: every run commits its partials and saves; its job stays `running`."""
@@ -96,10 +120,10 @@ class Supervisor:
         running = self._running.get(job_id)
         if running is None:
             return False
-        if running.run is None:
-            running.task.cancel()
-        else:
+        if running.run is not None:
             running.run.ask(stop)
+        elif not running.task.cancelling():  # once: a second one would cut short how the first is written down
+            running.task.cancel()
         await asyncio.wait({running.task})
         return True
 
@@ -131,7 +155,7 @@ class Supervisor:
                 continue
             if job.idle_attempts >= self._house.settings.retries and job.state is JobState.RUNNING:
                 idle = f"{job.idle_attempts} attempts without an applied step; see rlhfd logs {job.id}"
-                await jobs.fail(self._house.db, job.id, idle)
+                await self._settle(job.id, Ending(move="fail", reason=idle))
             elif not roomy:
                 await self._waits(job, f"waits for room: the disk that holds {self._house.state.root} is full")
             elif ahead is not None:
@@ -144,51 +168,72 @@ class Supervisor:
             await jobs.set_reason(self._house.db, job.id, reason)
 
     async def _placed(self, job: Job) -> bool:
-        """Claim the job and start its attempt; False where it has to wait."""
+        """Lease its devices and start its attempt, which claims it; False where it has to wait."""
         try:
             found = place(wants(parse_job(job.spec)), self._house.inventory(), self._leased())
         except JobFileError as error:
-            await jobs.fail(self._house.db, job.id, str(error))
+            await self._settle(job.id, Ending(move="fail", reason=str(error)))
             return True
         if isinstance(found, Wait):
             await self._waits(job, found.reason)
             return False
-        claimed = await jobs.claim(self._house.db, job.id, self._house.epoch)
-        if claimed is not None:
-            task = asyncio.create_task(self._attempt(claimed, found), name=f"job {job.id}")
-            self._running[job.id] = Running(lease=found, task=task)
+        task = asyncio.create_task(self._attempt(job.id, found), name=f"job {job.id}")
+        task.add_done_callback(self._note)
+        self._running[job.id] = Running(lease=found, task=task)
         return True
 
-    async def _attempt(self, job: Job, lease: Lease) -> None:
-        """One attempt from claim to final state; the only place where any exception is caught."""
+    def _note(self, task: "asyncio.Task[None]") -> None:
+        """An attempt whose end could not be written down: the store is broken, and the daemon must not go on."""
+        if not task.cancelled() and task.exception() is not None:
+            self._fault = self._fault or task.exception()
+            self.poke()
+
+    async def _attempt(self, job_id: JobId, lease: Lease) -> None:
+        """One attempt from claim to final state; its devices are free once that is written down."""
         try:
-            ended = await self._with_room(job, lease)
+            await self._settle(job_id, await self._ending(job_id, lease))
+        finally:
+            del self._running[job_id]
+            self.poke()
+
+    async def _ending(self, job_id: JobId, lease: Lease) -> Ending:
+        """Run it, and say how it ended; the only place where any exception is caught."""
+        try:
+            job = await jobs.claim(self._house.db, job_id, self._house.epoch)
+            if job is None:  # its owner was faster
+                return Ending(move=None)
+            return self._asked(job_id, await self._with_room(job, lease))
         except asyncio.CancelledError:
             if self._stopping:
                 raise
-            ended = Stop.CANCEL if (await jobs.job(self._house.db, job.id)).desired is Desired.CANCEL else Stop.PAUSE
+            return _wished((await jobs.job(self._house.db, job_id)).desired)
         except DiskFullError as error:
             why = f"{error}; make room, then: rlhfd resume"
             self._pause_all(why)
-            await jobs.pause(self._house.db, job.id, f"{why} {job.id}")
-            ended = Stop.DRAIN
+            return Ending(move="pause", reason=f"{why} {job_id}")
         except RlhfdError as error:
-            await jobs.fail(self._house.db, job.id, str(error))
-            ended = Stop.DRAIN
+            return Ending(move="fail", reason=str(error))
         except Exception as error:  # the supervisor: a bug in one job must not end the others
-            log.exception("job %d", job.id)
+            log.exception("job %d", job_id)
             bug = f"rlhfd has a bug: {type(error).__name__}: {error}; see logs/daemon.log"
-            await jobs.fail(self._house.db, job.id, bug)
-            ended = Stop.DRAIN
-        finally:
-            why = self._running.pop(job.id).why
-            self.poke()
-        await self._settle(job.id, ended, why)
+            return Ending(move="fail", reason=bug)
+
+    def _asked(self, job_id: JobId, stop: Stop | None) -> Ending:
+        """The end of a run that nothing failed."""
+        match stop:
+            case None:
+                return Ending(move="finish")
+            case Stop.PAUSE:
+                return Ending(move="pause", reason=self._running[job_id].why)
+            case Stop.CANCEL:
+                return Ending(move="cancel", reason=BY_OWNER_CANCELLED)
+            case Stop.DRAIN:
+                return Ending(move=None)
 
     def _pause_all(self, why: str) -> None:
         """The disk is full for all of them, and what was kept back is for their pauses."""
         for job_id, other in self._running.items():
-            if other.run is not None:
+            if other.run is not None and other.run.asked is None:  # what its owner asked for goes first
                 other.why = f"{why} {job_id}"
                 other.run.ask(Stop.PAUSE)
 
@@ -204,33 +249,62 @@ class Supervisor:
     async def _run(self, job: Job, lease: Lease) -> Stop | None:
         config = parse_job(job.spec)
         context = make_context(job, config, lease.devices, self._house)
-        await context.event("started", attempt=job.attempt, devices=list(lease.ids))
-        place = RewardPlace(
+        mine = (context.weights_dir, context.run_dir)
+        with closing(context.snapshot):
+            try:
+                for directory in mine:
+                    make_private(directory)
+                await context.event("started", attempt=job.attempt, devices=list(lease.ids))
+                run = JobRun(context, reward_pool(config, self._rewards(job, context), self._house.nursery))
+                self._running[job.id].run = run
+                return await run.run()
+            finally:
+                for directory in mine:
+                    await asyncio.to_thread(shutil.rmtree, directory, ignore_errors=True)
+
+    def _rewards(self, job: Job, context: Context) -> RewardPlace:
+        state = self._house.state
+        return RewardPlace(
             files=job.facts["files"],
-            files_dir=self._house.state.root / "files",
+            files_dir=state.root / "files",
             columns=job.facts["prompts"]["columns"],
-            tokenizer=self._house.state.prompts(job.facts["prompts"]["sha256"]) / "tokenizer.json",
+            tokenizer=state.prompts(job.facts["prompts"]["sha256"]) / "tokenizer.json",
             work_dir=context.job_dir / "rewards",
             log_path=context.log_path("rewards"),
             job_id=job.id,
             attempt=job.attempt,
             epoch=self._house.epoch,
         )
-        run = JobRun(context, reward_pool(config, place, self._house.nursery))
-        self._running[job.id].run = run
-        try:
-            return await run.run()
-        finally:
-            await asyncio.to_thread(shutil.rmtree, context.weights_dir, ignore_errors=True)
 
-    async def _settle(self, job_id: JobId, ended: Stop | None, why: str) -> None:
+    async def _settle(self, job_id: JobId, ending: Ending) -> None:
+        """Write the end down; while the disk is full, again and again: the job must not seem to run on."""
+        while True:
+            try:
+                return await self._move(job_id, ending)
+            except DiskFullError as error:
+                log.warning("job %d: its end can't be written down: %s", job_id, error)
+                await asyncio.sleep(RECHECK)
+            except UsageError as error:
+                log.warning("job %d ended as somebody moved it: %s", job_id, error)
+                return None
+
+    async def _move(self, job_id: JobId, ending: Ending) -> None:
         db = self._house.db
-        match ended:
-            case None:
+        match ending.move:
+            case "finish":
                 await jobs.finish(db, job_id)
-            case Stop.PAUSE:
-                await jobs.pause(db, job_id, why)
-            case Stop.CANCEL:
-                await jobs.cancel(db, job_id, "cancelled by its owner")
-            case Stop.DRAIN:
+            case "pause":
+                await jobs.pause(db, job_id, ending.reason)
+            case "cancel":
+                await jobs.cancel(db, job_id, ending.reason)
+            case "fail":
+                await jobs.fail(db, job_id, ending.reason)
+            case None:
                 return
+
+
+def _wished(desired: Desired) -> Ending:
+    """What its owner asked for last, of a job that has no run to ask."""
+    if desired is Desired.CANCEL:
+        return Ending(move="cancel", reason=BY_OWNER_CANCELLED)
+    return Ending(move="pause", reason=BY_OWNER)

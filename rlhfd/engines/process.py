@@ -210,6 +210,11 @@ class Child:
                 self._process.kill()
             return await self.wait()
 
+    def close_channel(self) -> None:
+        """Give our end of its channel back. Call it when the child has ended: calls in flight then have ended too."""
+        if self.channel_socket is not None:
+            self.channel_socket.close()
+
     def tail(self, lines: int = 20) -> str:
         """The last lines of its log, of this start only."""
         with self.spec.log_path.open("rb") as log:

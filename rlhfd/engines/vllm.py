@@ -14,7 +14,7 @@ Every wait has a deadline and names what it waited for. No connection is kept al
 import asyncio
 import uuid
 from array import array
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -161,7 +161,7 @@ class VllmClient:
         temperature: float,
         seed: int,
         stop_token_ids: Sequence[int] = (),
-    ) -> AsyncIterator[Event]:
+    ) -> AsyncGenerator[Event]:
         """Sample up to `max_tokens` tokens after `token_ids`; `stop_token_ids` alone end a completion ("stop").
 
         The last event comes once the connection is closed. Leave the loop early and the server aborts the request;

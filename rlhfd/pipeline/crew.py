@@ -19,11 +19,11 @@ from rlhfd.engines.process import Child, ChildSpec
 from rlhfd.engines.rewards import RewardPool
 from rlhfd.engines.vllm import EngineDeadlines
 from rlhfd.engines.vllm_server import ServerSpec, VllmServer
-from rlhfd.errors import EngineStartError, RlhfdError
+from rlhfd.errors import DeadlineError, EngineError, EngineStartError, RlhfdError
 from rlhfd.pipeline.context import Context
 from rlhfd.pipeline.generate import Generator
 from rlhfd.pipeline.keeper import Keeper
-from rlhfd.pipeline.learn import Learner
+from rlhfd.pipeline.learn import Learner, Publication
 from rlhfd.pipeline.publish import Publisher
 from rlhfd.pipeline.score import Scorer
 
@@ -68,6 +68,7 @@ class Crew:
     async def close(self) -> None:
         """End the reward workers; the keepers have ended theirs."""
         await self._pool.close()
+        await self._forget_server()
 
     def waiting(self) -> str | None:
         """What is still coming up, in words."""
@@ -79,12 +80,17 @@ class Crew:
         """An engine that is not in service takes no publication."""
         return frozenset[Key]() if self.generator.client is not None else frozenset({("publish", 0)})
 
-    def suspect(self, key: Key | None, error: RlhfdError) -> bool:
-        """An effect failed on a child: replace it. False where the effect depends on none."""
-        role = None if key is None else ROLE_OF_EFFECT.get(key[0])
+    def life(self, key: Key) -> int:
+        """Of the child that an effect depends on; 0 where it depends on none."""
+        role = ROLE_OF_EFFECT.get(key[0])
+        return 0 if role is None else self._keepers[role].life
+
+    def suspect(self, key: Key, error: RlhfdError, life: int) -> bool:
+        """An effect that began in this life of a child failed on it: replace it. False where it depends on none."""
+        role = ROLE_OF_EFFECT.get(key[0])
         if role is None:
             return False
-        self._keepers[role].suspect(error)
+        self._keepers[role].suspect(error, life)
         return True
 
     def applied(self) -> None:
@@ -98,12 +104,13 @@ class Crew:
         context = self._context
         if context.shared:
             await self._learner_up.wait()
+        await self._forget_server()
         spec = ServerSpec(
             job_id=context.job_id,
             attempt=context.attempt,
             epoch=context.epoch,
             model_dir=context.model_dir,
-            socket=context.run_dir / "generator.sock",
+            socket=context.run_dir / f"generator.{self._keepers['generator'].life}.sock",
             log_path=context.log_path("generator"),
             dtype=context.config.model.dtype,
             max_model_len=context.max_model_len,
@@ -113,8 +120,17 @@ class Crew:
             engine_args=context.config.generator.engine_args,
             module=context.engine_module,
         )
+        return await context.nursery.whole(self._launch(spec))
+
+    async def _launch(self, spec: ServerSpec) -> Child:
         self._server = await VllmServer.launch(spec, self._deadlines())
-        return await context.nursery.adopt(self._server.child)
+        return await self._context.nursery.adopt(self._server.child)
+
+    async def _forget_server(self) -> None:
+        """Close the connections to an engine that has ended."""
+        if self._server is not None:
+            await self._server.client.close()
+        self._server = None
 
     def _deadlines(self) -> EngineDeadlines:
         limits = self._context.settings.deadlines
@@ -131,9 +147,20 @@ class Crew:
         if self._server is None:
             raise EngineStartError("the generator has no server to commission")
         await self._server.ready()
-        await self._learner_up.wait()
-        await self.publisher.commission(self._server.client)
+        await self.publisher.commission(self._server.client, await self._probe())
         self._wake()
+
+    async def _probe(self) -> Publication:
+        """Of the learner that is up; one that is lost meanwhile is its keeper's business, and the engine waits."""
+        keeper = self._keepers["learner"]
+        while True:
+            await self._learner_up.wait()
+            life = keeper.life
+            try:
+                return await self.learner.probe()
+            except (EngineError, DeadlineError) as error:
+                self._learner_up.clear()
+                keeper.suspect(error, life)
 
     def _server_lost(self) -> None:
         self.generator.out_of_service()

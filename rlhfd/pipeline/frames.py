@@ -12,7 +12,7 @@ from rlhfd.store import chunks, groups, progress
 assert sys.byteorder == "little", "token ids and log-probs are stored little-endian"  # noqa: S101
 
 
-LOST = VersionStep(-1)  # a label that no version has: its weights can't be made again
+LOST = VersionStep(-(2**31))  # a label next to no version's: its weights can't be made again
 
 
 def learner_settings(context: Context) -> wire.LearnerSettings:

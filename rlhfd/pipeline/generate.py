@@ -10,6 +10,7 @@ The gate: while it is closed no request is sent, because one that arrives at a p
 
 import asyncio
 from array import array
+from contextlib import aclosing
 from dataclasses import dataclass, field
 
 from rlhfd.core import crash
@@ -96,14 +97,15 @@ class Generator:
             seed=request_seed(context.config.job.seed, group.ordinal, rollout.k, stream.length),
             stop_token_ids=sorted(context.eos_token_ids),
         )
-        async for event in events:
-            stream.tokens.extend(event.tokens)
-            stream.logps.extend(event.logps)
-            if event.finish_reason is not None:
-                self._check_labels(event.weight_versions, version)
-                return None if event.finish_reason == "abort" else event.finish_reason
-            while len(stream.tokens) >= ROW:
-                await self._row(stream, version, ROW)
+        async with aclosing(events):
+            async for event in events:
+                stream.tokens.extend(event.tokens)
+                stream.logps.extend(event.logps)
+                if event.finish_reason is not None:
+                    self._check_labels(event.weight_versions, version)
+                    return None if event.finish_reason == "abort" else event.finish_reason
+                while len(stream.tokens) >= ROW:
+                    await self._row(stream, version, ROW)
         raise EngineError(f"the generator ended the stream of rollout {rollout.id} without a finish reason")
 
     def _check_labels(self, spans: tuple[WeightSpan, ...], version: Version) -> None:

@@ -39,6 +39,7 @@ class Keeper:
         self._why: RlhfdError | None = None
         self._suspected = asyncio.Event()
         self.losses = 0
+        self.life = 0  # of the child: how many there have been
 
     async def run(self) -> None:
         """Until cancelled. Raises the last error after `LIMIT` losses in a row, with the log's last lines."""
@@ -51,14 +52,17 @@ class Keeper:
             first = self._context.settings.restart_pause
             await asyncio.sleep(min(first * 2.0 ** (self.losses - 1), LONGEST_PAUSE))
 
-    def suspect(self, error: RlhfdError) -> None:
-        """Something that needs it failed: end it, so that a fresh one takes over."""
+    def suspect(self, error: RlhfdError, life: int) -> None:
+        """Something that needs it failed: end it, so that a fresh one takes over. Of an earlier life it is late."""
+        if life != self.life:
+            return
         self._why = self._why or error
         self._suspected.set()
 
     async def _live_once(self) -> RlhfdError:
         """Start the child, put it into service, wait for its end; why it ended."""
         self._why, child = None, None
+        self.life += 1
         self._suspected.clear()
         try:
             child = await self._spawn()
@@ -71,6 +75,7 @@ class Keeper:
             self._on_loss()
             if child is not None:
                 await asyncio.shield(child.terminate(GRACE) if self._why is None else child.kill())
+                child.close_channel()
 
     async def _until_up(self, child: Child) -> None:
         """Run the bring-up, but give up as soon as the child is gone."""

@@ -19,8 +19,9 @@ from pathlib import Path
 
 from rlhfd.core import crash
 from rlhfd.core.canary import Distance, distance, follows, near, tolerance
+from rlhfd.core.types import VersionState
 from rlhfd.engines.vllm import VllmClient
-from rlhfd.errors import WeightSyncError
+from rlhfd.errors import EngineDiedError, EngineError, WeightSyncError
 from rlhfd.pipeline.context import Context
 from rlhfd.pipeline.generate import Generator
 from rlhfd.pipeline.learn import Learner, Publication
@@ -48,14 +49,13 @@ class Publisher:
         self._served: Canary = ()  # the canary of the version being served
         self._paused = False
 
-    async def commission(self, client: VllmClient) -> None:
+    async def commission(self, client: VllmClient, probe: Publication) -> None:
         """Put a fresh engine into service: measure its noise once, load, probe, load again, open the gate."""
         real = self._written()
         self._generator.client, self._generator.version, self._paused = None, None, False
         noise = await self._noise(client, real)
         before = await self._serve(client, real.dir, str(real.version.id))
         self._assert_near(before, real, noise)
-        probe = await self._learner.probe()
         moved = await self._serve(client, probe.dir, "probe")
         if not follows((before, moved), (real.canary, probe.canary), noise):
             raise WeightSyncError(
@@ -67,7 +67,8 @@ class Publisher:
         after = await self._serve(client, real.dir, str(real.version.id))
         if list(after) != list(before):
             raise WeightSyncError("the generator did not come back to the published weights after the probe")
-        await self._in_service(client, real, after)
+        await self._in_service(real, after)
+        self._generator.client, self._generator.version, self._generator.open = client, real.version, True
 
     async def hold(self) -> None:
         """Close the gate and pause; every stream ends with its tokens committed."""
@@ -98,9 +99,11 @@ class Publisher:
             served = await self._update(client, real)
         except WeightSyncError as error:
             await self._context.event("publication_retried", step=real.version.step, why=str(error))
-            await client.pause("abort")
             served = await self._update(client, real)
-        await self._in_service(client, real, served)
+        await self._in_service(real, served)
+        if self._generator.client is not client:
+            raise EngineDiedError(f"the generator was lost as soon as it served version {real.version.step}")
+        self._generator.version, self._generator.open = real.version, True
         seconds = real.seconds + asyncio.get_running_loop().time() - started
         return Served(step=real.version.step, seconds=round(seconds, 4))
 
@@ -159,8 +162,11 @@ class Publisher:
                 f"{gap.max:.2g}) from the learner's, over the tolerance of {tolerance(noise):.2g}"
             )
 
-    async def _in_service(self, client: VllmClient, real: Publication, served: Canary) -> None:
-        await versions.publish(self._context.db, real.version.id)
+    async def _in_service(self, real: Publication, served: Canary) -> None:
+        """Raises EngineError where a diverged replay lost the version while it was loaded: load the one made again."""
+        db, made = self._context.db, real.version
+        if (await versions.version(db, made.id)).state is VersionState.LOST:
+            raise EngineError(f"version {made.step} was lost by a diverged replay while the generator loaded it")
+        await versions.publish(db, made.id)
         crash.here("publish.recorded")
         self._served = served
-        self._generator.client, self._generator.version, self._generator.open = client, real.version, True

@@ -71,6 +71,11 @@ class JobRun:
         self._watch = Stopwatch(asyncio.get_running_loop().time)
         self.phase = "starting"
 
+    @property
+    def asked(self) -> Stop | None:
+        """What it was asked for last."""
+        return self._stop
+
     def ask(self, stop: Stop) -> None:
         """End as soon as what is acknowledged is safe."""
         self._stop = stop
@@ -85,6 +90,8 @@ class JobRun:
             await self._loop()
             if self._stop in {Stop.PAUSE, Stop.DRAIN}:
                 await self._wind_down()
+            if self._failure is not None:  # of an effect that the winding down waited for
+                raise self._failure
             return self._stop
         finally:
             await self._cancel([*self._tasks.values(), keepers])
@@ -171,7 +178,8 @@ class JobRun:
     def _start(self, action: Effect) -> None:
         task = asyncio.create_task(self._effect(action), name=f"job {self._context.job_id} {action.key}")
         self._tasks[action.key] = task
-        task.add_done_callback(lambda done: self._ended(action.key, done))
+        life = self._crew.life(action.key)
+        task.add_done_callback(lambda done: self._ended(action.key, done, life))
 
     def _effect(self, action: Effect) -> Coroutine[Any, Any, None]:
         match action:
@@ -220,25 +228,29 @@ class JobRun:
             "tokens_generated": committed - sum(row["tokens_generated"] for row in earlier),
         }
 
-    def _ended(self, key: Key, task: asyncio.Task[None]) -> None:
-        del self._tasks[key]
-        self._settle(task, key)
-
-    def _settle(self, task: asyncio.Task[None], key: Key | None = None) -> None:
+    def _ended(self, key: Key, task: asyncio.Task[None], life: int) -> None:
         """A lost engine or learner is its keeper's business; every other failure is the job's."""
+        del self._tasks[key]
         error = None if task.cancelled() else task.exception()
-        on_child = isinstance(error, (EngineError, DeadlineError)) and self._crew.suspect(key, error)
-        if error is not None and not on_child:
-            self._failure = self._failure or error
+        if isinstance(error, (EngineError, DeadlineError)) and self._crew.suspect(key, error, life):
+            self._wake.set()
+        else:
+            self._settle(task)
+
+    def _settle(self, task: asyncio.Task[None]) -> None:
+        """Its failure, if it has one, is the job's."""
+        error = None if task.cancelled() else task.exception()
+        self._failure = self._failure or error
         self._wake.set()
 
     # --- the view and the end -------------------------------------------------------------------------------------
 
     async def _view(self) -> View:
         context, crew = self._context, self._crew
-        busy = frozenset(self._tasks) | crew.busy()  # before the tables: what ends meanwhile is then merely late
+        # before the tables: what ends or comes up meanwhile is then merely late
+        busy, ready = frozenset(self._tasks) | crew.busy(), crew.learner.ready
         stands = await progress.progress(context.db, context.job_id)
-        written = crew.learner.written
+        written = -1 if crew.learner.written is None else crew.learner.written.version.step
         return View(
             rules=self._rules,
             groups=await groups.live_groups(context.db, context.job_id),
@@ -246,7 +258,7 @@ class JobRun:
             recorded=stands.recorded,
             planned=stands.planned,
             saved=stands.saved,
-            learner=LearnerView(ready=crew.learner.ready, written=-1 if written is None else written.version.step),
+            learner=LearnerView(ready=ready and crew.learner.ready, written=written),
             engine=EngineView(
                 open=crew.generator.open,
                 version=stands.published,

@@ -55,6 +55,11 @@ async def publish(db: Database, version_id: VersionId) -> Version:
     return await db.write(mark, urgent=True)
 
 
+async def version(db: Database, version_id: VersionId) -> Version:
+    """One version as it is now. Raises StateError for an id that is not there."""
+    return await db.read(lambda connection: fetch_version(connection, version_id))
+
+
 async def steps_by_id(db: Database, job_id: JobId) -> dict[VersionId, VersionStep]:
     """The step of every version of a job, lost ones too: chunks keep the id of the weights that sampled them."""
     sql = "SELECT id, step FROM policy_version WHERE job_id = ?"

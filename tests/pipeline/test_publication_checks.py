@@ -169,7 +169,7 @@ class Headless:
 
 async def test_a_whole_publication_is_put_into_service(workshop):
     work, generator = publisher(workshop)
-    await work.commission(workshop.client)
+    await work.commission(workshop.client, await work._learner.probe())
     assert generator.open
     assert generator.version.step == 0
 
@@ -177,7 +177,7 @@ async def test_a_whole_publication_is_put_into_service(workshop):
 async def test_a_publication_without_the_tied_head_is_refused_by_its_file(workshop, tmp_path):
     work, generator = publisher(workshop, Headless(workshop.learner, tmp_path))
     with pytest.raises(WeightSyncError, match=r"has no lm_head\.weight"):
-        await work.commission(workshop.client)
+        await work.commission(workshop.client, await work._learner.probe())
     assert not generator.open
 
 
@@ -185,7 +185,7 @@ async def test_it_is_refused_by_the_engines_own_log_where_the_file_was_not_looke
     monkeypatch.setattr(publish, "assert_head", lambda _: None)
     work, generator = publisher(workshop, Headless(workshop.learner, tmp_path))
     with pytest.raises(WeightSyncError, match="did not load every weight"):
-        await work.commission(workshop.client)
+        await work.commission(workshop.client, await work._learner.probe())
     assert not generator.open
 
 
@@ -194,14 +194,14 @@ async def test_it_is_refused_by_the_probe_where_nothing_else_noticed(workshop, t
     monkeypatch.setattr(VllmClient, "failed_weight_lines", lambda *_: [])
     work, generator = publisher(workshop, Headless(workshop.learner, tmp_path))
     with pytest.raises(WeightSyncError, match="does not follow a publication"):
-        await work.commission(workshop.client)
+        await work.commission(workshop.client, await work._learner.probe())
     assert not generator.open
 
 
 async def test_a_publication_that_is_silently_skipped_is_refused(workshop, monkeypatch):
     """After one step at the quickstart's learning rate."""
     work, generator = publisher(workshop)
-    await work.commission(workshop.client)
+    await work.commission(workshop.client, await work._learner.probe())
     before = workshop.learner.written
     workshop.learner.written = await one_step_later(workshop)
     assert 0 < workshop.learner.written.changed < 1
