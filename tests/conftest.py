@@ -1,10 +1,15 @@
-"""What tests share: a tiny real model, made once a run, and one real vLLM server that serves it."""
+"""What tests share: a tiny real model, made once a run, and one real vLLM server that serves it.
+
+And which tests may skip: those marked `gpu`, where there is no GPU. Under CI every other skip is a failure.
+"""
 
 import os
+import shutil
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Generator
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 import pytest_asyncio
@@ -17,6 +22,7 @@ REPOSITORY = Path(__file__).parents[1]
 START_DEADLINE = 300.0  # seconds; a start takes 25 on an idle machine and three times that on a busy one
 
 MakeTinyModel = Callable[..., Path]
+Report = TypeVar("Report", pytest.TestReport, pytest.CollectReport)
 
 
 def run_python(*argv: str | Path) -> str:
@@ -75,3 +81,37 @@ async def vllm_server(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path
     server = await VllmServer.start(spec, EngineDeadlines(start=START_DEADLINE))
     yield server
     await server.stop()
+
+
+def has_gpu() -> bool:
+    """Whether nvidia-smi lists one."""
+    if shutil.which("nvidia-smi") is None:
+        return False
+    listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False, timeout=60)
+    return "GPU" in listed.stdout
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    needing = [item for item in items if item.get_closest_marker("gpu")]
+    if needing and not has_gpu():
+        for item in needing:
+            item.add_marker(pytest.mark.skip(reason="needs a GPU, and nvidia-smi lists none"))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    return report if item.get_closest_marker("gpu") else refuse_skip(report)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report() -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    return refuse_skip((yield))
+
+
+def refuse_skip(report: Report) -> Report:
+    """Turn a skip into a failure where CI is set: what skipped has shown nothing."""
+    if os.environ.get("CI") and report.skipped and not hasattr(report, "wasxfail"):
+        report.outcome = "failed"
+        report.longrepr = f"skipped under CI, where only tests marked gpu may: {report.longrepr}"
+    return report
