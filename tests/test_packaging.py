@@ -162,6 +162,28 @@ def test_scripts_stop_at_the_first_failure(script):
     assert os.access(ROOT / ".ci" / script, os.X_OK)
 
 
+SKIPPING = """
+import pytest
+
+@pytest.mark.gpu
+def test_on_a_gpu():
+    pytest.skip("no GPU")
+
+def test_something_else():
+    pytest.skip("no wish")
+"""
+
+
+@pytest.mark.parametrize(("ci", "closing"), [("true", "1 failed, 1 skipped"), ("", "2 skipped")])
+def test_under_ci_only_gpu_tests_may_skip(ci, closing, tmp_path):
+    (tmp_path / "test_skipping.py").write_text(SKIPPING)
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = gpu\nasyncio_default_fixture_loop_scope = function\n")
+    command = [sys.executable, "-m", "pytest", "-p", "tests.conftest", "-c", tmp_path / "pytest.ini", tmp_path]
+    environ = {**os.environ, "CI": ci}
+    done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, check=False, timeout=120)
+    assert closing in done.stdout.splitlines()[-1], done.stdout
+
+
 # --- recipes -------------------------------------------------------------------------------------------------------
 
 

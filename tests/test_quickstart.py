@@ -1,12 +1,16 @@
 """What the quickstart and the overlap bench make of the numbers that they measure."""
 
+import json
 from dataclasses import replace
 
 import pytest
 
+from jobs.quickstart import __main__ as quickstart
 from jobs.quickstart.__main__ import Trained, checks, report
 from jobs.quickstart.serving import Usage, serving
+from tests.bench import overlap
 from tests.bench.overlap import Run, measured, ratios
+from tests.daemon import FAKE_ENGINE, write_job
 
 START = Usage(at=100.0, cpu=2.0, rss=60 * 2**20, rss_peak=60 * 2**20)
 END = Usage(at=600.0, cpu=12.0, rss=90 * 2**20, rss_peak=95 * 2**20)
@@ -68,6 +72,41 @@ def test_a_daemon_is_ready_when_it_says_so_and_gone_afterwards(tmp_path):
         assert daemon.usage().cpu >= first.cpu
     with pytest.raises(FileNotFoundError):
         daemon.usage()
+
+
+@pytest.fixture
+def fake_engine(tmp_path):
+    """Settings under which the daemon takes the engine that only the tests use."""
+    config = tmp_path / "config.toml"
+    config.write_text(f'generator_module = "{FAKE_ENGINE}"\n')
+    return config
+
+
+def test_train_leaves_metrics_and_two_models_that_can_be_asked(tmp_path, tiny_model, fake_engine, monkeypatch):
+    monkeypatch.setattr(quickstart, "JOB", write_job(tmp_path / "job", tiny_model))
+    monkeypatch.setattr(quickstart, "BUILD", tmp_path)
+    with serving(tmp_path / "state", tmp_path / "serve.log", config=fake_engine) as daemon:
+        run = quickstart.train(daemon)
+    assert [step["step"] for step in run.steps] == [1, 2]
+    assert run.ended.at - run.started.at == pytest.approx(run.seconds, abs=1.0)
+    held_out = quickstart.evaluate()
+    for name in ("before", "after"):
+        assert 0.0 <= held_out[name]["bare"] <= held_out[name]["correct"] <= 1.0
+        assert len(held_out[name]["answers"]) == 100
+    assert held_out["before"]["answers"] != held_out["after"]["answers"]
+    assert json.dumps(report(run, checks(run, 0.1, 0.5), 1.0))
+
+
+def test_every_arm_of_the_bench_is_a_job_that_can_run(tmp_path, tiny_model, fake_engine, monkeypatch):
+    monkeypatch.setattr(overlap, "JOB", write_job(tmp_path / "job", tiny_model))
+    monkeypatch.setattr(overlap, "WARM_UP", 1)
+    plain = overlap.settings
+    monkeypatch.setattr(overlap, "settings", lambda arm: plain(arm) + fake_engine.read_text())
+    for arm in overlap.ARMS:
+        run = overlap.run_arm(arm, 0, 2)
+        assert run.seconds > 0
+        assert run.parts["learn"] > 0
+        assert (run.staleness_mean == 0.0) or arm == "overlap"
 
 
 def step(total, tokens, staleness=1.0):
