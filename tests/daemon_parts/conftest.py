@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -29,7 +29,7 @@ SHA = "a" * 64
 class Run:
     """Stands for a JobRun: goes on until the test lets it end, or it is asked to."""
 
-    made: list["Run"] = []
+    made: ClassVar[list["Run"]] = []
 
     def __init__(self, context: Context, pool: object) -> None:
         self.context, self.phase = context, "generating"
