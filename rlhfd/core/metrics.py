@@ -40,9 +40,6 @@ METRICS: tuple[Metric, ...] = (
     Metric("completion_length_mean", "tokens", "daemon", "mean length of the completions"),
     Metric("completion_length_max", "tokens", "daemon", "longest completion"),
     Metric("truncated_fraction", "share", "daemon", "share of the rollouts that ended by length"),
-    Metric(
-        "length_gap", "tokens", "daemon", "mean length over the last 16 batches minus that of what was admitted then"
-    ),
     Metric("corr_length_staleness", "1", "daemon", "correlation of a rollout's length with its mean staleness"),
     Metric("staleness_min", "steps", "daemon", "least staleness of a token: version of the step minus the token's own"),
     Metric("staleness_mean", "steps", "daemon", "mean staleness over the tokens"),
@@ -190,9 +187,27 @@ def _length_staleness(rollouts: Sequence[RolloutFacts], version: VersionStep) ->
         return 0.0
 
 
-def length_gap(trained: Sequence[int], admitted: Sequence[int]) -> float:
-    """`length_gap` from the completion lengths of the last 16 batches and of the groups admitted in that window.
+STABLE: tuple[str, ...] = (
+    "step",
+    "version",
+    "reward_mean",
+    "reward_std",
+    "completion_length_mean",
+    "completion_length_max",
+    "staleness_mean",
+    "staleness_max",
+    "loss",
+    "grad_norm",
+    "clip_fraction",
+    "logp_diff_mean",
+    "overcommit",
+    "chunk_tokens",
+    "tokens_generated",
+    "time",
+)
+"""Keys that every row of `metrics --json` has, whatever the release; null where a step has no such number."""
 
-    Negative: short completions are trained before long ones are done. 0 while either is empty.
-    """
-    return fmean(trained) - fmean(admitted) if trained and admitted else 0.0
+
+def whole(row: Mapping[str, object]) -> dict[str, object]:
+    """The row with every stable key, those first; a step in which nothing was forwarded has no clip fraction, say."""
+    return {**dict.fromkeys(STABLE), **row}

@@ -20,6 +20,7 @@ import msgspec
 
 from rlhfd.core import crash, wire
 from rlhfd.core.ledger import reproduces
+from rlhfd.core.metrics import whole
 from rlhfd.core.types import Checkpoint, RolloutId, Step, StepId, Version
 from rlhfd.engines.learner import LearnerClient
 from rlhfd.errors import BadCheckpointError, EngineDiedError, LearnerFault, StateError
@@ -180,7 +181,7 @@ class Learner:
             self._context.db,
             step_id,
             fingerprint=msgspec.to_builtins(learned.fingerprint),
-            metrics={**learned.metrics, **row},
+            metrics=whole({**learned.metrics, **row}),
             samples=samples,
         )
 

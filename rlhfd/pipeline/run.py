@@ -39,7 +39,7 @@ from rlhfd.core.plan import (
     missing,
     plan,
 )
-from rlhfd.core.types import Ordinal, StepId, VersionStep
+from rlhfd.core.types import Ordinal, Step, VersionStep
 from rlhfd.engines.rewards import RewardPool
 from rlhfd.errors import DeadlineError, EngineError
 from rlhfd.pipeline.context import Context
@@ -208,14 +208,14 @@ class JobRun:
         if step is None:
             return
         shown = worth_showing(await groups.groups(context.db, step.groups))
-        row = await self._metrics(step.id, step.n)
+        row = await self._metrics(step)
         await self._crew.learner.learn(step, row, self._watch.lap, shown)
         self._crew.applied()
 
-    async def _metrics(self, step_id: StepId, n: int) -> dict[str, object]:
+    async def _metrics(self, step: Step) -> dict[str, object]:
         """The daemon's share of the step's row; the learner's comes with its answer."""
-        context = self._context
-        facts = await progress.step_facts(context.db, step_id)
+        context, n = self._context, step.n
+        facts = await progress.step_facts(context.db, step.id)
         committed = await chunks.tokens_committed(context.db, context.job_id)
         earlier = await metrics.metrics(context.db, context.job_id)
         return {
@@ -225,7 +225,8 @@ class JobRun:
             "dropped_groups": await progress.dropped_at(context.db, context.job_id, n - 1),
             "overcommit": self._rules.pace.overcommit,
             "chunk_tokens": 0,
-            "tokens_generated": committed - sum(row["tokens_generated"] for row in earlier),
+            "learning_rate": step.settings["learning_rates"][-1],
+            "tokens_generated": committed - sum(row["tokens_generated"] or 0 for row in earlier),
         }
 
     def _ended(self, key: Key, task: asyncio.Task[None], life: int) -> None:
