@@ -26,14 +26,14 @@ SAMPLED = {"max_completion_length": LENGTH, "stop_token_ids": STOPS, "groups_per
 WEIGHTS = {"vowels": 2.0, "an_e": -0.5}
 
 JOBS: dict[str, dict[str, Any]] = {
-    "adapter": {  # LoRA · checkpointing · parquet · chat · two rewards · grpo · recompute · minibatches · iterations
-        "job": {"max_steps": 1},
+    "adapter": {  # LoRA · checkpointing · parquet · chat · two rewards · grpo · recompute · minibatches · no staleness
+        "job": {"max_steps": 2},
         "data": {"source": "parquet:chats.parquet", "prompt_column": "messages", "system_prompt": "Be brief."},
         "reward": [
             {"type": "function", "path": "rewards.py:vowels", "weight": WEIGHTS["vowels"]},
             {"type": "regex", "pattern": "e", "name": "an_e", "weight": WEIGHTS["an_e"]},
         ],
-        "rollout": SAMPLED,
+        "rollout": {**SAMPLED, "max_staleness": 0},
         "algorithm": {"loss_type": "grpo", "prox_logp_method": "recompute", "minibatches": 2, "num_iterations": 2},
         "learner": {"use_peft": True, "lora_r": 4, "lora_alpha": 8, "gradient_checkpointing": True},
     },
@@ -43,15 +43,15 @@ JOBS: dict[str, dict[str, Any]] = {
         "rollout": {**SAMPLED, "max_staleness": 4, "overcommit": 2},
         "algorithm": {"loss_type": "dapo", "prox_logp_method": "loglinear", "zero_staleness": "theta"},
     },
-    "synchronous": {  # no staleness at all · the behaviour policy is the proximal one
-        "job": {"max_steps": 2},
+    "alternating": {  # two devices, and yet no generation while the learner works · the behaviour policy is proximal
+        "job": {"max_steps": 3},
         "data": {"apply_chat_template": False},
-        "rollout": {**SAMPLED, "max_staleness": 0},
+        "rollout": {**SAMPLED, "max_staleness": 1, "overcommit": 0, "overlap_learning": False},
         "algorithm": {"prox_logp_method": "none"},
     },
-    "turns": {  # generator and learner on one device, one after the other
-        "job": {"max_steps": 3},
-        "rollout": {**SAMPLED, "max_staleness": 1, "overcommit": 0, "overlap_learning": False},
+    "sharing": {  # generator and learner take turns on one device
+        "job": {"max_steps": 2},
+        "rollout": {**SAMPLED, "max_staleness": 4, "overcommit": 0},
         "resources": {"learner": "share:generator"},
     },
 }
@@ -162,7 +162,7 @@ def test_a_full_fine_tune_trains_every_weight(ran: dict[str, Ran]):
 
 def test_gradient_checkpointing_reaches_the_learner(ran: dict[str, Ran]):
     used = {name: json.loads(job.recorded[0]["numerics"])["gradient_checkpointing"] for name, job in ran.items()}
-    assert used == {"adapter": "true", "interpolated": "false", "synchronous": "false", "turns": "false"}
+    assert used == {"adapter": "true", "interpolated": "false", "alternating": "false", "sharing": "false"}
 
 
 # --- prompts and rewards -------------------------------------------------------------------------------------------
@@ -176,7 +176,7 @@ def test_chat_messages_from_parquet_are_rendered_with_the_system_prompt(ran: dic
 def test_a_plain_prompt_is_wrapped_as_a_chat_unless_the_job_says_no(ran: dict[str, Ran]):
     user = "<|im_start|>user\nsay {}<|im_end|>\n<|im_start|>assistant\n"
     assert ran["interpolated"].rendered == [user.format(n) for n in range(8)]
-    assert ran["synchronous"].rendered == [f"say {n}" for n in range(8)]
+    assert ran["alternating"].rendered == [f"say {n}" for n in range(8)]
 
 
 def test_prompts_come_in_the_file_s_order_without_shuffle_and_in_another_with_it(ran: dict[str, Ran]):
@@ -184,14 +184,14 @@ def test_prompts_come_in_the_file_s_order_without_shuffle_and_in_another_with_it
         return [json.loads(s["prompt"]) == f"say {s['ordinal'] % 8}" for s in job.samples]
 
     assert all(in_order(ran["interpolated"]))
-    assert not all(in_order(ran["turns"]))
+    assert not all(in_order(ran["sharing"]))
 
 
 def test_two_rewards_add_up_by_their_weights(ran: dict[str, Ran]):
-    (step,) = ran["adapter"].steps
-    expected = sum(weight * step[f"reward_mean.{name}"] for name, weight in WEIGHTS.items())
-    assert step["reward_mean"] == pytest.approx(expected)
-    assert step["reward_std.vowels"] > 0
+    for step in ran["adapter"].steps:
+        expected = sum(weight * step[f"reward_mean.{name}"] for name, weight in WEIGHTS.items())
+        assert step["reward_mean"] == pytest.approx(expected)
+        assert step["reward_std.vowels"] > 0
     for sample in ran["adapter"].samples:
         assert sample["reward"] == pytest.approx(sum(WEIGHTS[n] * v for n, v in sample["reward_parts"].items()))
 
@@ -250,15 +250,14 @@ def test_loglinear_interpolates_by_staleness(ran: dict[str, Ran]):
 
 
 def test_recompute_takes_the_policy_at_the_start_of_the_step(ran: dict[str, Ran]):
-    (step,) = ran["adapter"].steps
-    assert step["alpha_mean"] == 0
-    assert step["time"]["prox_logp"] > 0
+    assert [step["alpha_mean"] for step in ran["adapter"].steps] == [0, 0]
+    assert min(step["time"]["prox_logp"] for step in ran["adapter"].steps) > 0
     fresh = zip(*(column(ran["adapter"].samples, n) for n in ("proximal_logps", "behaviour_logps")), strict=True)
     assert max(abs(prox - behave) for prox, behave in fresh) < 1e-3
 
 
 def test_none_leaves_the_behaviour_policy_in_its_place(ran: dict[str, Ran]):
-    job = ran["synchronous"]
+    job = ran["alternating"]
     assert column(job.samples, "proximal_logps") == column(job.samples, "behaviour_logps")
     assert {(step["weight_min"], step["weight_max"], step["alpha_mean"]) for step in job.steps} == {(1, 1, 1)}
 
@@ -272,21 +271,18 @@ def test_generation_runs_ahead_of_learning_by_default(ran: dict[str, Ran]):
 
 
 def test_without_staleness_every_token_is_fresh(ran: dict[str, Ran]):
-    assert [(step["staleness_max"], step["overcommit"]) for step in ran["synchronous"].steps] == [(0, 0)] * 2
+    assert [(step["staleness_max"], step["overcommit"]) for step in ran["adapter"].steps] == [(0, 0)] * 2
 
 
-def test_without_overlap_nothing_is_generated_while_the_learner_works(ran: dict[str, Ran]):
-    """It might lag by one version and has nothing to carry over: so every token is of the step's own version."""
-    assert [step["staleness_max"] for step in ran["turns"].steps] == [0, 0, 0]
+@pytest.mark.parametrize("name", ["alternating", "sharing"])
+def test_in_turns_nothing_is_generated_while_the_learner_works(ran: dict[str, Ran], name: str):
+    """It might run ahead by a version and has nothing to carry over: yet every token is of the step's own version."""
+    assert {step["staleness_max"] for step in ran[name].steps} == {0}
 
 
 def test_a_shared_device_is_leased_once(ran: dict[str, Ran]):
-    assert {name: len(job.devices) for name, job in ran.items()} == {
-        "adapter": 2,
-        "interpolated": 2,
-        "synchronous": 2,
-        "turns": 1,
-    }
+    leased = {name: len(job.devices) for name, job in ran.items()}
+    assert leased == {"adapter": 2, "interpolated": 2, "alternating": 2, "sharing": 1}
 
 
 # --- the recipes ---------------------------------------------------------------------------------------------------
