@@ -200,6 +200,34 @@ async def test_a_full_disk_is_clean_and_work_goes_on_when_there_is_room(db: Data
     assert await stored(db) == [0, 1, 2]
 
 
+async def test_what_is_vital_is_written_into_the_room_that_was_kept_back(db: Database):
+    await make_table(db)
+    pages = await db.write(lambda c: c.execute("PRAGMA page_count").fetchone()[0])
+    await db.write(lambda c: c.execute(f"PRAGMA max_page_count = {pages + 2}").fetchone())
+    used: list[bool] = []
+
+    def use_reserve() -> bool:
+        used.append(not used)
+        return used[-1]
+
+    def insert_big(n: int):
+        def write(connection: sqlite3.Connection) -> int:
+            if used == [True]:
+                connection.execute("PRAGMA max_page_count = 100000").fetchone()
+            return insert(n, size=100_000)(connection)
+
+        return write
+
+    with pytest.raises(DiskFullError):
+        await db.write(insert_big(1), vital=True)  # no reserve by default
+    db.use_reserve = use_reserve
+    with pytest.raises(DiskFullError):
+        await db.write(insert_big(1), urgent=True)  # the reserve is not for everyone
+    assert used == []
+    assert await db.write(insert_big(1), vital=True) == 1
+    assert await stored(db) == [1]
+
+
 async def test_neighbours_of_one_that_fills_the_disk_are_stored_or_told(db: Database):
     await make_table(db)
     pages = await db.write(lambda c: c.execute("PRAGMA page_count").fetchone()[0])
