@@ -223,10 +223,8 @@ def _learner_actions(view: View) -> Iterator[Action]:
         yield Save(view.applied) if _save_due(view) or view.recorded is None else Learn(view.recorded)
     if publishing or view.applied >= rules.pace.max_steps:
         return
-    if rules.together:
-        if view.learner.written > view.engine.version:
-            yield Publish(view.learner.written)
-    elif not (due or view.learning or view.engine.open):
+    new = view.learner.written > view.engine.version  # an engine that came up while the learner worked is open, too
+    if new if rules.together else not (due or view.learning) and (new or not view.engine.open):
         yield Publish(view.learner.written)
 
 

@@ -313,3 +313,18 @@ def test_after_a_diverged_replay_nothing_is_sampled_below_the_newest_version_tha
     assert any(
         isinstance(action, Admit | Generate) for action in plan(replace(view, engine=replace(view.engine, version=3)))
     )
+
+
+def test_taking_turns_an_engine_that_came_up_open_while_the_learner_worked_still_gets_its_publication():
+    """Else nothing would be admitted, for the engine is behind, and nothing published, for it is not held."""
+    world = World(rules(staleness=1, overcommit=1, together=False), Random(0))
+    view = replace(
+        world.view(),
+        applied=1,
+        planned=1,
+        saved=1,
+        learner=LearnerView(ready=True, written=1),
+        engine=EngineView(open=True, version=0, drained=True),
+    )
+    assert plan(view) == [Publish(1)]
+    assert plan(replace(view, busy=frozenset({("publish", 0)}))) == []
