@@ -35,6 +35,7 @@ def story(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> dict:
                         "overcommit": 2,
                         "max_staleness": 4,
                     },
+                    generator={"max_num_seqs": 6},  # so that some rollouts are half done when others are learned
                     resources={"generator": 1, "learner": "share:generator"},
                     checkpoint={"save_steps": 2, "save_total_limit": 10},
                 )
