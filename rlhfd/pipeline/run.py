@@ -46,7 +46,7 @@ from rlhfd.pipeline.context import Context
 from rlhfd.pipeline.crew import Crew
 from rlhfd.pipeline.samples import worth_showing
 from rlhfd.pipeline.stopwatch import Stopwatch, waits_for
-from rlhfd.store import chunks, groups, metrics, progress, rollouts, steps, versions
+from rlhfd.store import chunks, groups, progress, rollouts, steps, versions
 
 
 class Stop(StrEnum):
@@ -217,7 +217,7 @@ class JobRun:
         context, n = self._context, step.n
         facts = await progress.step_facts(context.db, step.id)
         committed = await chunks.tokens_committed(context.db, context.job_id)
-        earlier = await metrics.metrics(context.db, context.job_id)
+        reported = await progress.tokens_reported(context.db, context.job_id)
         return {
             **summarise(facts, version=VersionStep(n - 1)),
             "step": n,
@@ -226,7 +226,7 @@ class JobRun:
             "overcommit": self._rules.pace.overcommit,
             "chunk_tokens": 0,
             "learning_rate": step.settings["learning_rates"][-1],
-            "tokens_generated": committed - sum(row["tokens_generated"] or 0 for row in earlier),
+            "tokens_generated": committed - reported,
         }
 
     def _ended(self, key: Key, task: asyncio.Task[None], life: int) -> None:

@@ -74,6 +74,15 @@ async def dropped_at(db: Database, job_id: JobId, start_version: int) -> int:
     return await db.read(lambda connection: connection.execute(sql, (job_id, start_version)).fetchone()[0])
 
 
+async def tokens_reported(db: Database, job_id: JobId) -> int:
+    """Sum of `tokens_generated` over the rows of the applied steps: what the next row does not count again."""
+    sql = (
+        "SELECT coalesce(sum(json_extract(metrics, '$.tokens_generated')), 0) FROM step "
+        "WHERE job_id = ? AND state = 'applied'"
+    )
+    return await db.read(lambda connection: connection.execute(sql, (job_id,)).fetchone()[0])
+
+
 async def groups_labelled(db: Database, job_id: JobId, versions: Sequence[int]) -> list[GroupId]:
     """Groups that hold a token sampled under one of these version steps (of versions that are not lost), by ordinal."""
     values = {"job_id": job_id, "steps": msgspec.json.encode(list(versions)).decode()}
