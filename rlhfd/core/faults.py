@@ -1,5 +1,6 @@
 """Faults of a worker and errors of the daemon are the same things on two sides of the wire: one table, both ways."""
 
+import errno
 from collections.abc import Mapping
 
 from rlhfd.core.wire import Fault, FaultKind
@@ -23,6 +24,7 @@ FAULTS: Mapping[FaultKind, type[RlhfdError]] = {  # a class before its base
     "io": StorageError,
     "bug": LearnerFault,
 }
+NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT})  # an OSError's number that says: the disk is full
 OUT_OF_MEMORY = ("out of memory", "can't allocate memory")
 
 

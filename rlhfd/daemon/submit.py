@@ -17,15 +17,14 @@ from typing import Any
 from rlhfd.api.service import SubmitBody
 from rlhfd.config import JobConfig, parse_job, resolved, submit_key
 from rlhfd.core.estimate import steps_of
+from rlhfd.core.faults import NO_ROOM
 from rlhfd.core.placement import place
 from rlhfd.core.types import Job, JobId
 from rlhfd.daemon.house import House
 from rlhfd.engines.process import ChildSpec
-from rlhfd.errors import DeadlineError, JobFileError
+from rlhfd.errors import DeadlineError, DiskFullError, JobFileError, StorageError
 from rlhfd.pipeline.rewards import RewardPlace, reward_pool
 from rlhfd.store import jobs
-
-BAD_JOB = 78
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,7 +34,16 @@ class Desk:
     house: House
 
     async def submit(self, body: SubmitBody) -> tuple[Job, bool]:
-        """The job's row, and whether it is new. Raises JobFileError with the sentence for the user."""
+        """The job's row, and whether it is new. Raises JobFileError with the sentence for the user, DiskFullError."""
+        try:
+            return await self._submit(body)
+        except OSError as error:
+            if error.errno not in NO_ROOM:
+                raise
+            where = error.filename or self.house.state.root
+            raise DiskFullError(f"no room for the job in {where}: make room and submit again") from error
+
+    async def _submit(self, body: SubmitBody) -> tuple[Job, bool]:
         config = parse_job(body.spec)
         for name, digest in body.files.items():
             if not self.house.state.file(digest).exists():
@@ -109,8 +117,10 @@ class Desk:
             raise DeadlineError(f"the inspection of model and data did not end within {limit:.0f} s") from None
         finally:
             await child.terminate(grace=1.0)
-        if status == BAD_JOB:
-            raise JobFileError(json.loads((out / "error.json").read_text())["error"])
+        told = out / "error.json"
+        if status != 0 and told.exists():
+            kind = JobFileError if status == JobFileError.exit_status else StorageError
+            raise kind(json.loads(told.read_text())["error"])
         if status != 0:
             raise JobFileError(f"the inspection of model and data failed with status {status}: {child.tail(5)}")
 

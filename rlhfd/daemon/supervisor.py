@@ -9,7 +9,6 @@ FIFO within a priority; a failed job frees its devices and the queue goes on.
 """
 
 import asyncio
-import errno
 import logging
 import shutil
 from collections.abc import Sequence
@@ -18,6 +17,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from rlhfd.config import parse_job
+from rlhfd.core.faults import NO_ROOM
 from rlhfd.core.placement import Device, Lease, Wait, place
 from rlhfd.core.types import Desired, Job, JobId, JobState
 from rlhfd.daemon.context import make_context
@@ -31,7 +31,6 @@ from rlhfd.pipeline.run import JobRun, Stop
 from rlhfd.store import jobs
 
 RECHECK = 15.0
-NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT})
 BY_OWNER = "paused by its owner"
 BY_OWNER_CANCELLED = "cancelled by its owner"
 ACTIVE = frozenset({JobState.QUEUED, JobState.RUNNING})

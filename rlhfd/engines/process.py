@@ -22,8 +22,9 @@ from site import getsitepackages
 
 import rlhfd
 from rlhfd.core import procfs
+from rlhfd.core.faults import NO_ROOM
 from rlhfd.core.types import Epoch, JobId
-from rlhfd.errors import DeadlineError, EngineStartError
+from rlhfd.errors import DeadlineError, DiskFullError, EngineStartError
 
 CHANNEL_VARIABLE = "RLHFD_CHANNEL_FD"
 GUARD_LIMIT = 2.0  # seconds in which a guard ends its tree
@@ -110,7 +111,8 @@ def describe_exit(status: int) -> str:
 async def spawn(spec: ChildSpec) -> "Child":
     """Start the child under a guard. Raises EngineStartError where the guard itself cannot be started.
 
-    A command that cannot be executed shows as status 127 and a line in the log.
+    DiskFullError where there is no room for its log. A command that cannot be executed shows as status 127 and a line
+    in the log.
     """
     spec.log_path.parent.mkdir(parents=True, exist_ok=True)
     death_read, death_write = os.pipe()
@@ -136,7 +138,8 @@ async def spawn(spec: ChildSpec) -> "Child":
         os.close(death_write)
         if ours is not None:
             ours.close()
-        raise EngineStartError(f"the {spec.role} could not be started: {error}") from error
+        kind = DiskFullError if error.errno in NO_ROOM else EngineStartError
+        raise kind(f"the {spec.role} could not be started: {error}") from error
     finally:
         os.close(death_read)
         if theirs is not None:

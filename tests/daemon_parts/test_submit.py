@@ -1,6 +1,7 @@
 """A submission and its inspection, over a real store; the inspecting process is the test's."""
 
 import asyncio
+import errno
 import json
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 from rlhfd.api.service import SubmitBody
 from rlhfd.daemon import submit as module
 from rlhfd.daemon.submit import Desk
-from rlhfd.errors import DeadlineError, JobFileError
+from rlhfd.errors import DeadlineError, DiskFullError, JobFileError, StorageError
 from tests.pipeline.workshop import job_spec
 
 FACTS = {"model": {"dir": "/m"}, "prompts": {"sha256": "c" * 64, "rows": 8, "columns": []}, "canary": []}
@@ -116,6 +117,24 @@ async def test_what_the_inspection_found_wrong_is_the_answer(desk, outcome, sent
         await open_desk.submit(body())
     assert left(open_desk) == []
     assert open_desk.house.nursery.children[0].told == ["terminate"]
+
+
+async def test_a_disk_that_fills_up_under_the_inspection_is_no_fault_of_the_job(desk):
+    open_desk = desk((74, "no room for the prompts in /state: make room and submit again"))
+    with pytest.raises(StorageError, match=r"^no room for the prompts"):
+        await open_desk.submit(body())
+    assert left(open_desk) == []
+
+
+async def test_a_disk_that_is_full_before_it_is_told_as_that(desk, monkeypatch):
+    open_desk = desk()
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", "/state/tmp/inspect-1")
+
+    monkeypatch.setattr(Path, "mkdir", full)
+    with pytest.raises(DiskFullError, match="no room for the job in /state/tmp/inspect-1: make room and submit again"):
+        await open_desk.submit(body())
 
 
 async def test_an_inspection_that_does_not_end_is_ended(desk, site):

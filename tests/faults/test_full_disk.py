@@ -71,6 +71,10 @@ def test_a_full_disk_pauses_the_job_and_with_room_again_it_goes_on(daemon: Daemo
 
     shown = daemon.cli("status", job_id)  # the full disk does not take the command line with it
     assert (shown.returncode, status["reason"] in shown.stdout) == (0, True), shown.stderr
+    fill(daemon)  # what the pause has freed, too
+    refused = daemon.cli("submit", job, "--set", "job.name=another")
+    assert (refused.returncode, refused.stdout) == (74, "")
+    assert refused.stderr.startswith("rlhfd: no room for the job in ")
     kept = status["step"]
     assert kept >= 1
     assert len(daemon.get(f"/v1/jobs/{job_id}/metrics")) == kept
