@@ -96,7 +96,7 @@ async def workshop(request: pytest.FixtureRequest, tmp_path_factory: pytest.Temp
             snapshot=Snapshot.open(root / "prompts"),
             model_dir=Path(facts["model"]["dir"]),
             eos_token_ids=frozenset(facts["model"]["eos_token_ids"]),
-            canary=tuple(tuple(sequence) for sequence in facts["canary"]),
+            canary=tuple(tuple(sequence) for sequence in facts["canary"][:2]),
             max_model_len=128,
             max_streams=16,
             engine_module=VLLM,
