@@ -157,6 +157,8 @@ class Supervisor:
                 await self._settle(job.id, Ending(move="fail", reason=idle))
             elif not roomy:
                 await self._waits(job, f"waits for room: the disk that holds {self._house.state.root} is full")
+            elif (task := f"audit of job {job.id}") in self._borrowed.values():  # it reads what retention deletes
+                await self._waits(job, f"waits for the {task}")
             elif ahead is not None:
                 await self._waits(job, f"waits behind job {ahead}")
             elif not await self._placed(job):

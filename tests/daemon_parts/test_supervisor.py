@@ -308,6 +308,15 @@ class TestABorrowedDevice:
         site.supervisor.give_back(devices)
         await site.running(job.id)
 
+    async def test_keeps_its_own_job_waiting_while_the_audit_reads(self, site):
+        job = await site.submit()
+        devices = site.supervisor.borrow(1, f"audit of job {job.id}")
+        site.start()
+        await site.until(job.id, "waiting")
+        assert (await site.state(job.id))[1] == f"waits for the audit of job {job.id}"
+        site.supervisor.give_back(devices)
+        await site.running(job.id)
+
     async def test_is_refused_while_jobs_hold_all(self, site):
         job = await site.submit()
         site.start()
