@@ -17,6 +17,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from rlhfd.core import procfs
+from rlhfd.devices import RECORDING
 
 REPOSITORY = Path(__file__).parents[1]
 FAKE_ENGINE = "rlhfd.testing.engine"
@@ -152,6 +153,8 @@ class Daemon:
         top = {k: v for k, v in self._settings.items() if not isinstance(v, Mapping)}
         tables = {k: v for k, v in self._settings.items() if isinstance(v, Mapping)}
         config.write_text("".join(f"{k} = {_value(v)}\n" for k, v in top.items()) + toml(tables))
+        config.with_suffix(".nvml.json").write_text("[]")  # these tests are the CPU's, also where there are GPUs
+        self._env.setdefault(RECORDING, str(config.with_suffix(".nvml.json")))
         with self._log.open("ab") as log:
             self.process = subprocess.Popen(
                 [*self._prefix, *self._command("serve", "--config", str(config))],
