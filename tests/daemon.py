@@ -22,6 +22,7 @@ from rlhfd.devices import RECORDING
 REPOSITORY = Path(__file__).parents[1]
 FAKE_ENGINE = "rlhfd.testing.engine"
 REAL_ENGINE = "vllm.entrypoints.openai.api_server"
+DIE_WITH_US = ("setpriv", "--pdeathsig", "KILL")  # also when the tests themselves are killed
 START_SECONDS = 60.0
 STOP_SECONDS = 120.0
 CLI_SECONDS = 180.0
@@ -157,7 +158,7 @@ class Daemon:
         self._env.setdefault(RECORDING, str(config.with_suffix(".nvml.json")))
         with self._log.open("ab") as log:
             self.process = subprocess.Popen(
-                [*self._prefix, *self._command("serve", "--config", str(config))],
+                [*DIE_WITH_US, *self._prefix, *self._command("serve", "--config", str(config))],
                 env=self._env,
                 stdin=subprocess.DEVNULL,
                 stdout=log,

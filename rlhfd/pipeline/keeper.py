@@ -17,6 +17,7 @@ from rlhfd.pipeline.context import Context
 LIMIT = 5
 LONGEST_PAUSE = 60.0  # seconds
 GRACE = 5.0  # seconds from SIGTERM to SIGKILL
+LAST_WORDS = 2.0  # seconds in which the end of a child that broke off is noticed
 LOG_LINES = 15
 
 
@@ -70,7 +71,8 @@ class Keeper:
             await self._context.event(f"{self._role}_ready", pid=child.pid)
             return await self._until_lost(child)
         except (EngineError, DeadlineError) as error:
-            return self._why or error
+            why = self._why or error
+            return why if child is None else await self._explained(child, why)
         finally:
             self._on_loss()
             if child is not None:
@@ -94,9 +96,19 @@ class Keeper:
             await asyncio.wait({suspected, end}, return_when=asyncio.FIRST_COMPLETED)
             if end.done():
                 return self._died(child, end.result())
-            return self._why or EngineDiedError(f"the {self._role} was given up")
+            return await self._explained(child, self._why or EngineDiedError(f"the {self._role} was given up"))
         finally:
             await _cancel(suspected, end)
+
+    async def _explained(self, child: Child, error: RlhfdError) -> RlhfdError:
+        """A connection that breaks off is mostly a death that nobody has noticed yet: then the log says more."""
+        if not isinstance(error, EngineDiedError):
+            return error
+        try:
+            async with asyncio.timeout(LAST_WORDS):
+                return self._died(child, await child.wait())
+        except TimeoutError:
+            return error
 
     def _died(self, child: Child, status: int) -> EngineDiedError:
         return EngineDiedError(

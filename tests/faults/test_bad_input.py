@@ -233,7 +233,9 @@ def test_an_engine_that_dies_in_mid_run_is_replaced_and_partial_rollouts_go_on(
     job_id = daemon.submit(job)
     status = daemon.wait(job_id, {"done", "failed"})
     assert status["state"] == "done", status
-    assert [e for e in daemon.events(job_id) if e["kind"] == "generator_lost"]
+    lost = [event["why"] for event in daemon.events(job_id) if event["kind"] == "generator_lost"]
+    assert lost
+    assert all("the generator ended (SIGKILL)" in why for why in lost)
     trained = daemon.rows("SELECT n_tokens, resumes FROM rollout JOIN grp ON grp.id = grp_id WHERE job_id = ?", job_id)
     assert [row["n_tokens"] for row in trained] == [length] * k
     assert max(row["resumes"] for row in trained) >= 1

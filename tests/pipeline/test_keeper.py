@@ -130,6 +130,23 @@ async def test_a_suspect_is_killed_and_replaced(house: House):
     assert (await house.losses())[0]["why"] == "no frame came"
 
 
+async def test_a_child_that_broke_off_because_it_died_is_told_by_its_log(house: House):
+    first = await house.ready()
+    house.keeper.suspect(EngineDiedError("the learner broke off"), house.keeper.life)
+    first.die(1)
+    await house.ready()
+    assert (await house.losses())[0]["why"] == "the learner ended (exit status 1); the end of its log:\nlast words"
+
+
+async def test_a_child_that_broke_off_and_lives_is_told_by_what_was_seen(house: House, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(module, "LAST_WORDS", 0.01)
+    first = await house.ready()
+    house.keeper.suspect(EngineDiedError("the learner broke off"), house.keeper.life)
+    await house.ready()
+    assert first.told == ["kill", "closed"]
+    assert (await house.losses())[0]["why"] == "the learner broke off"
+
+
 async def test_a_late_word_about_an_earlier_child_spares_its_successor(house: House):
     (await house.ready()).die()
     second = await house.ready()
