@@ -8,6 +8,7 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := help
 BIN := .venv/bin
 export PYTHON EXTRA PREFIX DESTDIR
+unexport PYTHONDONTWRITEBYTECODE # or every process compiles torch and vLLM anew
 
 .PHONY: help setup quickstart test lint check format bench gpu-check pins install uninstall clean
 
