@@ -4,7 +4,7 @@
 skipped or masked, the layout in minibatches and micro-batches, N and T, and every value in force. The learner does
 what the record says, the first time and at every replay, and decides nothing itself.
 
-Sources: algorithms.md's "Losses", "Advantages", "Skipping", "What the redo log must hold".
+Sources: advantages and denominators as TRL has them; the skip changes no gradient, since what it leaves out is zero.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

@@ -102,7 +102,7 @@ class StepSettings(Frame, frozen=True):
     """The values in force in one step: recorded before it is learned, replayed as they stand.
 
     `learning_rates` has one entry per optimiser step (num_iterations x minibatches, in that order). `n_sequences` and
-    `n_tokens` are N and T of algorithms.md per minibatch, counted before skipping, capping and micro-batching.
+    `n_tokens` are the loss denominators N and T per minibatch, counted before skipping, capping and micro-batching.
     """
 
     loss_type: str

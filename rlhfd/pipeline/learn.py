@@ -6,7 +6,7 @@ waits for    the learner process: its frames within `learner_silence`, one call 
 unblocked by a recorded step
 
 Recovery = newest valid checkpoint + the recorded steps after it. A replayed step must reproduce its fingerprint; where
-it does not, the steps from there on are void and are learned again under new version ids (the redo log, design.md).
+it does not, the steps from there on are void and are learned again under new version ids (the redo log).
 """
 
 import asyncio

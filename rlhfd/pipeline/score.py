@@ -59,17 +59,21 @@ class Scorer:
             for number in range(len(self._weights))
         ]
         answers = await asyncio.gather(*(self._pool.score(call) for call in calls))
-        parts = {name: answer.value or 0.0 for name, answer in zip(self._pool.names, answers, strict=True)}
-        total = sum(weight * value for weight, value in zip(self._weights, parts.values(), strict=True))
         failed = next((answer for answer in answers if answer.value is None), None)
-        if failed is None and not math.isfinite(total):
+        if failed is None:
+            values = [answer.value for answer in answers if answer.value is not None]  # all: none has failed
+            parts = dict(zip(self._pool.names, values, strict=True))
+            total = sum(weight * value for weight, value in zip(self._weights, values, strict=True))
+            if math.isfinite(total):
+                await self._scored(action, parts, total, answers[0].text)
+                return
             why = f"the weighted sum of {parts} is not finite"
             failed = msgspec.structs.replace(answers[0], value=None, error_kind="not_finite", error=why)
-        if failed is not None:
-            self._settled(await self._fail(action, failed))
-            return
-        text = answers[0].text
-        self._settled(await rollouts.score_rollout(context.db, rollout.id, parts=parts, reward=total, text=text))
+        self._settled(await self._fail(action, failed))
+
+    async def _scored(self, action: Score, parts: dict[str, float], total: float, text: str) -> None:
+        db, rollout = self._context.db, action.rollout
+        self._settled(await rollouts.score_rollout(db, rollout.id, parts=parts, reward=total, text=text))
 
     async def _fail(self, action: Score, answer: wire.Scored) -> GroupState:
         self._last = answer
